@@ -1,0 +1,1 @@
+"""Trains a video diffusion transformer on Big Buck Bunny with hierarchical ZeRO."""

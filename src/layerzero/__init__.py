@@ -1,0 +1,42 @@
+"""layerzero: hierarchical ZeRO and the rest of its family for PyTorch, as one engine.
+
+    model = lz.shard(build_model(), lz.LayerZeROConfig.from_yaml("config.yml"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+See `shard`. ``docs/design.md`` has the vocabulary.
+"""
+
+from layerzero.arguments import add_arguments, config_from_args
+from layerzero.config import LayerZeROConfig
+from layerzero.errors import ConfigError, DesyncError, LayerZeroError, ShardingError
+from layerzero.optimizers import register_elementwise_optimizer
+from layerzero.report import compare_strategies, memory_report, traffic_report
+from layerzero.shard import ShardedModule, forward_method, full_state_dict, shard
+from layerzero.sharding import Sharding
+from layerzero.state import param_info
+from layerzero.unit import ParamInfo
+from layerzero.warnings_ import LayerZeROWarning
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "DesyncError",
+    "LayerZeROConfig",
+    "LayerZeROWarning",
+    "LayerZeroError",
+    "ParamInfo",
+    "ShardedModule",
+    "Sharding",
+    "ShardingError",
+    "add_arguments",
+    "compare_strategies",
+    "config_from_args",
+    "forward_method",
+    "full_state_dict",
+    "memory_report",
+    "param_info",
+    "register_elementwise_optimizer",
+    "shard",
+    "traffic_report",
+]

@@ -1,0 +1,151 @@
+"""Builds units: materialises, initialises and broadcasts parameters, and lays them out in flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from layerzero.buffers import views
+from layerzero.collectives import Control
+from layerzero.errors import ShardingError
+from layerzero.layout import GroupLayout, Range
+from layerzero.sharding import Axes
+from layerzero.unit import Param, ParamGroup, ParamInfo, Runtime, Unit
+from layerzero.units import OwnedParam, UnitPlan
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How parameters become flat buffers.
+
+    Attributes:
+        dtype: compute dtype of floating-point parameters.
+        buffer_dtype: dtype of floating-point buffers; None leaves them.
+        broadcast: take the values of data-parallel rank 0.
+        init: gives values to a meta module's own parameters and buffers in place, if given.
+        model_init: otherwise the model's own way to do so (transformers' ``_init_weights``), after torch's.
+    """
+
+    axes: Axes
+    dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
+    broadcast: bool
+    init: Callable[[nn.Module], None] | None
+    model_init: Callable[[nn.Module], None] | None
+
+
+def build_unit(
+    plan: UnitPlan, modules: Sequence[nn.Module], index: int, options: BuildOptions, runtime: Runtime, control: Control
+) -> Unit:
+    """One unit on this rank. ``modules`` are those whose parameters and buffers move with it."""
+    device = runtime.lanes.device
+    _materialise(plan, modules, device, options.init, options.model_init)
+    _prepare_buffers(modules, device, options, control)
+    by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
+    for entry in plan.params:
+        p = entry.param
+        if p.requires_grad and not p.is_floating_point():
+            raise ShardingError(
+                f"parameter {entry.fqns[0]!r} is trainable and {p.dtype}: only real floats can be trained"
+            )
+        dtype = options.dtype if p.is_floating_point() else p.dtype
+        by_kind.setdefault((dtype, p.requires_grad), []).append(entry)
+    groups = [
+        _build_group(plan, entries, dtype, trainable, options, runtime, control)
+        for (dtype, trainable), entries in by_kind.items()
+    ]
+    return Unit(plan.name, index, groups, runtime.lanes, is_root=index == 0)
+
+
+def _build_group(
+    plan: UnitPlan,
+    entries: list[OwnedParam],
+    dtype: torch.dtype,
+    trainable: bool,
+    options: BuildOptions,
+    runtime: Runtime,
+    control: Control,
+) -> ParamGroup:
+    layout = GroupLayout(tuple(tuple(e.param.shape) for e in entries), options.axes)
+    full = torch.zeros(layout.numel, dtype=torch.float32 if trainable else dtype, device=runtime.lanes.device)
+    for view, entry in zip(views(full, layout), entries, strict=True):
+        view.copy_(entry.param.detach())
+    if options.broadcast and full.numel():
+        control.broadcast(full.view(torch.uint8))
+    params = []
+    for entry in entries:
+        info = ParamInfo(entry.fqns[0], tuple(entry.param.shape), Range(0, 0), plan.name, tuple(entry.fqns[1:]))
+        slots = [(module._parameters, key) for module, key in entry.owners]
+        unsharded = nn.Parameter(full.new_empty(0, dtype=dtype), requires_grad=trainable)
+        params.append(Param(info, slots, unsharded))
+    return ParamGroup(params, layout, full, dtype, runtime)
+
+
+def _materialise(
+    plan: UnitPlan,
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+    model_init: Callable[[nn.Module], None] | None,
+) -> None:
+    """Give meta parameters and buffers memory, then values; refuse to leave any without."""
+    empty: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
+    for entry in plan.params:
+        if entry.param.is_meta:
+            entry.param = nn.Parameter(_unset(entry.param, device), requires_grad=entry.param.requires_grad)
+            for module, key in entry.owners:
+                module._parameters[key] = entry.param
+                empty.setdefault(module, []).append((key, entry.param))
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = new = _unset(buffer, device)
+                empty.setdefault(module, []).append((key, new))
+    for module in empty:
+        if init is not None:
+            init(module)
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        if model_init is not None:
+            model_init(module)
+    for module, names in empty.items():
+        left = [key for key, _ in names if _is_unset(getattr(module, key))]
+        if left:
+            raise ShardingError(
+                f"{type(module).__name__} in unit {plan.name or '(root)'!r} was built on the meta device and nothing "
+                f"gave values to its {', '.join(map(repr, left))}: it has no reset_parameters() that sets them. Pass "
+                f"param_init_fn=, a function that initialises one module's own parameters and buffers in place."
+            )
+
+
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty_like(like, device=device, requires_grad=False)
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.is_floating_point() and bool(tensor.detach().isnan().any())
+
+
+def _prepare_buffers(
+    modules: Sequence[nn.Module], device: torch.device, options: BuildOptions, control: Control
+) -> None:
+    done: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer not in done:
+                cast = options.buffer_dtype if buffer.is_floating_point() else None
+                new = buffer.detach().to(device=device, dtype=cast)
+                if options.broadcast and new.numel():
+                    flat = new.reshape(-1).contiguous().view(torch.uint8)
+                    control.broadcast(flat)
+                    new.copy_(flat.view(new.dtype).view(new.shape))
+                done[buffer] = new
+            module._buffers[key] = done[buffer]

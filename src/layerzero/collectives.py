@@ -1,0 +1,193 @@
+"""The only caller of torch.distributed collectives; counts operations and bytes per axis.
+
+[Note: bytes]
+A traffic count is what one rank has to *send* with a bandwidth-optimal algorithm: ``(m - 1)`` times its
+shard for an all-gather over ``m`` ranks of shards, ``(m - 1)/m`` of its buffer for a reduce-scatter, twice
+that for an all-reduce. Small control messages (structure check, reduction order, norms, desync check) are
+counted apart, under the axis `CONTROL`.
+
+[Note: reductions on CPU]
+gloo implements reduce-scatter as an all-reduce, which sends twice the bytes, and it sums in the wire dtype.
+Here a reduction is an all-to-all in the wire dtype followed by a local sum in fp32: half the bytes, one
+rounding per axis, and the same order of summation on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Op = Literal["unshard", "refresh", "reduce", "sync", "control"]
+CONTROL = -1
+"""Axis number under which control messages are counted."""
+
+
+def _pick(*names: str):
+    for name in names:
+        if hasattr(dist, name):
+            return getattr(dist, name)
+    raise ImportError(f"this torch has none of torch.distributed.{'/'.join(names)}")
+
+
+_all_gather = _pick("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _pick("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+@dataclass
+class Count:
+    """Collectives issued and bytes this rank sent in them."""
+
+    num: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class Traffic:
+    """Counters by (operation, axis). Each lane writes its own keys only, so no lock is needed."""
+
+    counts: dict[tuple[Op, int], Count] = field(default_factory=lambda: defaultdict(Count))
+    peak_unsharded_units: int = 0
+    num_synced_backwards: int = 0
+    num_backwards: int = 0
+    _paused: bool = False
+
+    def add(self, op: Op, axis: int, nbytes: int) -> None:
+        """Count one collective."""
+        if self._paused:
+            return
+        count = self.counts[op, axis]
+        count.num += 1
+        count.nbytes += nbytes
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.counts.clear()
+        self.peak_unsharded_units = self.num_synced_backwards = self.num_backwards = 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing inside is counted: it is no part of training."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __iter__(self) -> Iterator[tuple[Op, int, Count]]:
+        for (op, axis), count in sorted(self.counts.items()):
+            yield op, axis, count
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class AxisComm:
+    """Collectives of one lane along one axis.
+
+    Attributes:
+        group: process group of the ranks along the axis, used by this lane only.
+        size: ranks in it.
+        op: what the lane's traffic is counted as.
+        axis: axis number, innermost 0.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    op: Op
+    axis: int
+    traffic: Traffic
+
+    def global_ranks(self) -> list[int]:
+        """Global ranks along the axis, in coordinate order."""
+        return dist.get_process_group_ranks(self.group)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """``out`` [size * n] becomes the ``shard`` [n] of every rank; ``shard`` may be its place in ``out``."""
+        self.traffic.add(self.op, self.axis, _nbytes(shard) * (self.size - 1))
+        _all_gather(out, shard, group=self.group)
+
+    def reduce_scatter_mean(self, wire: torch.Tensor) -> torch.Tensor:
+        """Mean over the axis of this rank's slice of ``wire`` [n], in fp32 [n / size]."""
+        self.traffic.add(self.op, self.axis, _nbytes(wire) // self.size * (self.size - 1))
+        if wire.device.type == "cpu":
+            received = torch.empty_like(wire)
+            dist.all_to_all_single(received, wire, group=self.group)
+            first, *others = received.view(self.size, -1)
+            mean = first.to(torch.float32, copy=True)
+            for other in others:
+                mean.add_(other)
+            return mean.mul_(1.0 / self.size)
+        shard = wire.new_empty(wire.numel() // self.size)
+        _reduce_scatter(shard, wire, op=dist.ReduceOp.AVG, group=self.group)
+        return shard.float()
+
+    def all_reduce_mean(self, wire: torch.Tensor) -> torch.Tensor:
+        """Mean over the axis of ``wire`` [n], in fp32 [n], rounded once to the wire dtype; same on every rank."""
+        shard = self.reduce_scatter_mean(wire).to(wire.dtype)
+        self.traffic.add(self.op, self.axis, _nbytes(shard) * (self.size - 1))
+        if not self.traffic._paused:
+            self.traffic.counts[self.op, self.axis].num -= 1  # both halves are one all-reduce
+        out = torch.empty_like(wire)
+        _all_gather(out, shard, group=self.group)
+        return out.float()
+
+
+@dataclass(frozen=True)
+class Control:
+    """Small collectives over the whole data-parallel group, called from the compute thread.
+
+    With one rank every method is the identity and nothing is sent.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    device: torch.device
+    traffic: Traffic
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """In-place all-reduce of a small tensor."""
+        if self.group is not None:
+            self.traffic.add("control", CONTROL, 2 * _nbytes(tensor) * (self.size - 1) // self.size)
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In-place broadcast from data-parallel rank 0."""
+        if self.group is not None:
+            self.traffic.add("control", CONTROL, _nbytes(tensor))
+            dist.broadcast(tensor, group_src=0, group=self.group)
+        return tensor
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, in rank order. Raw bytes on the wire: objects would travel as pickles."""
+        if self.group is None:
+            return [data]
+        lengths = self._gather(torch.tensor([len(data)], dtype=torch.int64)).tolist()
+        width = max(1, *lengths)
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        rows = self._gather(padded).view(self.size, width)
+        return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(self.device)
+        out = tensor.new_empty(tensor.numel() * self.size)
+        self.traffic.add("control", CONTROL, _nbytes(tensor) * (self.size - 1))
+        _all_gather(out, tensor, group=self.group)
+        return out.cpu()
+
+
+def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:
+    """``value`` of every rank along an axis, on the group that carries the axis's gathers."""
+    out = torch.empty(comm.size, dtype=torch.int64, device=device)
+    comm.traffic.add("control", CONTROL, 8 * (comm.size - 1))
+    _all_gather(out, torch.tensor([value], dtype=torch.int64, device=device), group=comm.group)
+    return out.tolist()

@@ -1,0 +1,282 @@
+"""One sharded model at run time: what happens at each point of a forward and a backward.
+
+[Note: when a unit's backward is over]
+Autograd runs a parameter's gradient accumulation once per backward, after every use of the parameter in
+the graph. So once all trainable parameters of a unit have fired, its gradients are final and none of their
+weights is needed any more; this covers modules used twice and parameters used in several places. Two
+cases need more:
+
+* Frozen parameters never fire, and unused ones don't either. A unit that has them (or had them in an
+  earlier backward) passes its inputs through an identity whose backward runs when all gradients of the
+  inputs are done; the unit's own nodes were created later and therefore run before it.
+* A reentrant checkpoint runs one nested backward per forward, so a unit used twice fires twice. Forwards
+  without grad in training mode are counted; the unit is over when it fired as often, or at the end.
+
+Whatever is not over by then is over at the end of the backward, which autograd announces by a callback.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import nn
+
+from layerzero.collectives import Control, Traffic
+from layerzero.config import LayerZeROConfig
+from layerzero.errors import ShardingError
+from layerzero.grads import GradSource
+from layerzero.lanes import Lanes
+from layerzero.layout import GroupLayout
+from layerzero.precision import Casts
+from layerzero.reducer import Reducer
+from layerzero.refresh import Refresher
+from layerzero.schedule import Schedule
+from layerzero.sharding import Axes
+from layerzero.unit import Phase, Unit
+
+
+class Use:
+    """One grad-enabled forward of a unit; lives as long as its autograd graph."""
+
+    __slots__ = ("__weakref__", "tracked", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.tracked = False  # whether its inputs' gradients are watched
+
+
+@dataclass(eq=False)
+class Engine:
+    """Reacts to forwards and backwards of a sharded module. Made by ``lz.shard``; see there.
+
+    Attributes:
+        units: in registration order, the root first.
+        rank: this process's data-parallel rank.
+        sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
+    """
+
+    units: list[Unit]
+    config: LayerZeROConfig
+    axes: Axes
+    rank: int
+    lanes: Lanes
+    control: Control
+    traffic: Traffic
+    schedule: Schedule
+    reducer: Reducer
+    refresher: Refresher
+    grad_source: GradSource
+    casts: Casts
+    sync: bool = True
+    forward_depth: int = 0
+    _in_backward: bool = False
+    _graph_task: int = -1
+
+    @property
+    def layouts(self) -> list[GroupLayout]:
+        """Layout of every param group."""
+        return [g.layout for u in self.units for g in u.groups]
+
+    @property
+    def layouts_trainable(self) -> list[GroupLayout]:
+        """Layout of every trainable param group."""
+        return [g.layout for u in self.units for g in u.trainable_groups]
+
+    @property
+    def layouts_frozen(self) -> list[GroupLayout]:
+        """Layout of every frozen param group."""
+        return [g.layout for u in self.units for g in u.groups if not g.trainable]
+
+    # ------------------------------------------------------------------ forward
+
+    def in_backward(self) -> bool:
+        """Whether the caller runs inside a backward; clears up after one that raised."""
+        running = torch._C._current_graph_task_id() != -1
+        if self._in_backward and not running:
+            self._abandon_backward()
+        return running
+
+    def begin_pass(self) -> None:
+        """The outermost forward starts, outside a backward."""
+        grad_enabled = torch.is_grad_enabled()
+        order = self.schedule.begin_pass(grad_enabled)
+        self.refresher.begin_pass(grad_enabled, order, self._release)
+
+    def end_pass(self) -> None:
+        """The outermost forward is over."""
+        if not torch.is_grad_enabled():
+            self.schedule.end_pass()
+            self.refresher.wait()
+            for unit in self.units:
+                if unit.is_root:
+                    self._release(unit)
+
+    def pre_forward(self, unit: Unit, in_backward: bool) -> None:
+        """``unit``'s parameters are needed from here on."""
+        if unit.forward_depth == 0:
+            self.schedule.demand(unit, in_backward)
+        unit.forward_depth += 1
+
+    def post_forward(self, unit: Unit, module: nn.Module, use: Use | None, grad_tensors: list[torch.Tensor]) -> None:
+        """The forward that needed ``unit`` is over; ``grad_tensors`` are its outputs that carry gradients."""
+        unit.forward_depth -= 1
+        if use is not None:
+            for tensor in grad_tensors:
+                tensor.register_hook(lambda _grad: self.pre_backward(use))
+        if unit.forward_depth:
+            return
+        if self.in_backward():
+            return  # a recomputation: unsharded until the unit's gradients are done
+        if use is None and module.training and unit.num_trainable:
+            unit.num_no_grad_forwards += 1
+        if use is not None and grad_tensors and (unit.is_root or self.schedule.needed_next(unit)):
+            return
+        self._release(unit)
+
+    def begin_use(self, unit: Unit) -> Use | None:
+        """Called in a forward; None where no backward can follow."""
+        if not torch.is_grad_enabled():
+            return None
+        return Use(unit)
+
+    def track(self, use: Use, in_backward: bool) -> None:
+        """The use's inputs carry gradients and are watched; a recomputed forward's may never come."""
+        use.tracked = True
+        if not in_backward:
+            use.unit.pending.add(use)
+
+    def after_unsharded(self, unit: Unit) -> None:
+        """``model.unsharded()`` ended: at rest again, but keep the bytes where a backward may need them."""
+        if unit.forward_depth:
+            return
+        if torch.is_grad_enabled() and unit.num_trainable:
+            unit.kept_for_backward = True
+            unit.register_sharded()
+        else:
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if not unit.forward_depth and not unit.active:
+            self.schedule.reshard(unit)
+
+    # ------------------------------------------------------------------ backward
+
+    def _enter_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._graph_task = torch._C._current_graph_task_id()
+        if _inside_nested_backward():
+            raise ShardingError(
+                "a reentrant activation checkpoint surrounds the whole backward of the sharded model, so the end of "
+                "the backward can't be seen. Use checkpoint(..., use_reentrant=False), or checkpoint inside the model."
+            )
+        self.reducer.sync = self.sync
+        self.schedule.enter_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def pre_backward(self, use: Use) -> None:
+        """A gradient arrived at an output of this use of the unit."""
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f"backward with create_graph=True through {use.unit!r}: gradients of gradients are not supported, "
+                f"because sharded parameters are freed and reduced as the first backward runs."
+            )
+        self._enter_backward()
+        unit = use.unit
+        over = unit.num_fired >= unit.num_trainable > 0 and not unit.track_inputs
+        if over or unit.reduced or use in unit.active:
+            return
+        unit.active.add(use)
+        self.schedule.demand(unit, in_backward=True)
+        self.reducer.advance()
+
+    def inputs_done(self, use: Use) -> None:
+        """All gradients of the tracked inputs of this use are computed."""
+        self._enter_backward()
+        unit = use.unit
+        unit.active.discard(use)
+        unit.pending.discard(use)
+        if not unit.pending and unit.num_fired and self._rounds_done(unit):
+            self._gradients_final(unit)
+        if not unit.active and not unit.forward_depth:
+            self.schedule.backward_over(unit)
+
+    def grad_arrived(self, unit: Unit, param: nn.Parameter) -> None:
+        """A parameter's gradient was accumulated."""
+        self._enter_backward()
+        if unit.reduced:
+            raise ShardingError(
+                f"{unit!r} got a gradient after it was reduced: a parameter that went unused in other steps was used "
+                f"again in a way that can't be foreseen. Make that part a unit of its own, or use "
+                f"checkpoint(..., use_reentrant=False) if it is checkpointed."
+            )
+        if param.grad is not None and param.grad.requires_grad:
+            raise ShardingError(f"gradients of gradients reached {unit!r}: create_graph=True is not supported")
+        unit.num_fired += 1
+        if unit.num_fired % unit.num_trainable == 0 and self._rounds_done(unit):
+            unit.active = {use for use in unit.active if isinstance(use, Use) and use.tracked}
+            self._gradients_final(unit)
+            if not unit.active and not unit.forward_depth:
+                self.schedule.backward_over(unit)
+
+    def _rounds_done(self, unit: Unit) -> bool:
+        """Whether a unit whose parameters all fired will not be recomputed by another reentrant checkpoint."""
+        if torch._C._current_graph_task_id() == self._graph_task:
+            return True
+        return unit.num_fired >= unit.num_trainable * max(1, unit.num_no_grad_forwards)
+
+    def _gradients_final(self, unit: Unit) -> None:
+        if not unit.grads_ready:
+            self.reducer.ready(unit)
+
+    def end_backward(self) -> None:
+        """Autograd is done with the outermost backward."""
+        if not self._in_backward:
+            return
+        with torch.no_grad():
+            for unit in self.units:
+                if unit.num_trainable and unit.num_fired % unit.num_trainable:
+                    unit.track_inputs = True  # some went unused: watch the inputs from now on
+            self._clear_backward_state()
+            self.reducer.finish()
+            self.schedule.end_backward()
+            if self.reducer.sync:
+                self.refresher.wait()
+                self.refresher.mark_all_stale()
+
+    def _clear_backward_state(self) -> None:
+        self._in_backward = False
+        for unit in self.units:
+            unit.active.clear()
+            unit.kept_for_backward = False
+            unit.num_fired = 0
+            unit.num_no_grad_forwards = 0
+
+    def _abandon_backward(self) -> None:
+        """A backward raised half-way: drop its gradients."""
+        self._clear_backward_state()
+        self.reducer.reset()
+        for unit in self.units:
+            unit.pending.clear()
+            for param in unit.params:
+                param.unsharded.grad = None
+            if unit.phase is not Phase.SHARDED and not unit.forward_depth:
+                self.schedule.reshard(unit)
+
+
+def _inside_nested_backward() -> bool:
+    """Whether this thread runs a backward that was started by a node of another one."""
+    frame: FrameType | None = sys._getframe(2)
+    started = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_engine_run_backward":
+            started = True
+        elif started and name == "apply" and frame.f_code.co_filename.endswith("function.py"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,268 @@
+"""`GradShard`: a slice of the synchronised gradient whose norms and inf/nan checks answer for the whole.
+
+Torch's own ``clip_grad_norm_`` and ``GradScaler.unscale_`` reduce gradients to one number. On a slice that
+number must be the global one, the same on every rank, or ranks clip differently and skip different steps.
+`GradShard` intercepts those reductions; everything elementwise runs on the local slice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from layerzero.collectives import Control
+from layerzero.errors import ShardingError
+
+if TYPE_CHECKING:
+    from layerzero.unit import Param, Unit
+
+
+class GradSource:
+    """Global statistics of one model's gradients, one collective for all parameters at a time.
+
+    The per-parameter norms of an order are computed once and kept until any gradient changes, because torch
+    asks for them parameter by parameter.
+    """
+
+    def __init__(self, units: Sequence[Unit], control: Control, counts: bool) -> None:
+        """``counts``: whether this rank's slices enter the sums; one of each set of replicas' must."""
+        self._counts = counts
+        self._params: list[Param] = [p for u in units for g in u.trainable_groups for p in g.params]
+        self._index = {id(p.sharded): i for i, p in enumerate(self._params)}
+        self._control = control
+        self._norms: dict[float, torch.Tensor] = {}
+
+    def invalidate(self) -> None:
+        """Some gradient changed."""
+        self._norms.clear()
+
+    def norm(self, shard: GradShard, order: float) -> torch.Tensor:
+        """Norm of the whole gradient that ``shard`` is a slice of: fp32 scalar. Collective on first use."""
+        if order not in self._norms:
+            self._norms[order] = self._all_norms(order)
+        return self._norms[order][self._index[shard.param_id]]
+
+    def _all_norms(self, order: float) -> torch.Tensor:
+        if not order > 0:
+            raise ShardingError(f"norm of order {order} of sharded gradients: expected a positive order or inf")
+        locals_ = [(i, p.sharded.grad) for i, p in enumerate(self._params) if isinstance(p.sharded.grad, GradShard)]
+        filled = [(i, g.local) for i, g in locals_ if isinstance(g, GradShard) and g.local.numel()]
+        norms = torch.zeros(len(self._params), dtype=torch.float32, device=self._control.device)
+        if filled and self._counts:
+            values = torch._foreach_norm([g for _, g in filled], order)
+            where = torch.tensor([i for i, _ in filled], device=norms.device)
+            norms[where] = torch.stack(list(values)).float()
+        if order == float("inf"):
+            return self._control.all_reduce(norms, dist.ReduceOp.MAX)
+        return self._control.all_reduce(norms.pow_(order), dist.ReduceOp.SUM).pow_(1.0 / order)
+
+    def any_rank(self, found_inf: torch.Tensor) -> None:
+        """In place: the largest value over all ranks."""
+        self._control.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+_REFUSED_WHILE_PENDING = (
+    "the gradient of parameter {fqn!r} is not synchronised yet: the last backward ran inside no_sync(). Run the last "
+    "micro-batch's backward outside no_sync() before the optimizer step, clipping or reading gradients."
+)
+
+
+class GradShard(torch.Tensor):
+    """This rank's slice of one parameter's gradient, fp32, shaped like the parameter at rest.
+
+    Attributes:
+        local: the same elements as a plain tensor.
+        param_id: ``id`` of the sharded parameter.
+        pending: the gradient is still being accumulated under ``no_sync()``; only zeroing is allowed.
+    """
+
+    local: torch.Tensor
+    param_id: int
+    pending: bool
+    _fqn: str
+    _layerzero_zeroed: bool
+    _source: weakref.ref[GradSource]
+
+    @classmethod
+    def make(cls, local: torch.Tensor, param: Param, source: GradSource, pending: bool = False) -> GradShard:
+        """Wrap ``local``."""
+        shard = local.as_subclass(cls)
+        shard.local = local
+        shard.param_id = id(param.sharded)
+        shard.pending = pending
+        shard._fqn = param.info.fqn
+        shard._layerzero_zeroed = False
+        shard._source = weakref.ref(source)
+        return shard
+
+    def source(self) -> GradSource:
+        """Where global answers come from."""
+        source = self._source()
+        if source is None:
+            raise ShardingError(f"the sharded model of gradient {self._fqn!r} is gone")
+        return source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shards = _shards_in(args) + _shards_in(tuple(kwargs.values()))
+        name = getattr(func, "__name__", "")
+        if any(s.pending for s in shards):
+            return _on_pending(func, name, shards, args, kwargs)
+        if func in _NORMS:
+            return _NORMS[func](*args, **kwargs)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return _unscale(*args, **kwargs)
+        if func in _WHOLE_CHECKS:
+            return _WHOLE_CHECKS[func](shards[0])
+        out = func(*_plain(args), **_plain(kwargs))
+        written = _shards_in(args[:1])
+        if written and (name.endswith("_") or name in ("__set__", "__setitem__") or name.startswith("__i")):
+            for shard in written:
+                shard._layerzero_zeroed = name in ("zero_", "_foreach_zero_")
+                shard.source().invalidate()
+            return args[0] if isinstance(args[0], GradShard) and isinstance(out, torch.Tensor) else out
+        return out
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        state = "pending" if self.pending else repr(self.local)
+        return f"GradShard({self._fqn}: {state})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardingError(
+            "gradients of a sharded model cannot be pickled; use grad.local.clone() for this rank's part"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.local.clone()
+
+
+def _shards_in(values: Sequence[Any]) -> list[GradShard]:
+    found = []
+    for value in values:
+        if isinstance(value, GradShard):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _shards_in(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, GradShard):
+        return value.local
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+_PENDING_ALLOWED = {"__get__", "__set__", "detach_", "requires_grad_", "size", "dim", "numel", "is_floating_point"}
+
+
+def _on_pending(func: Any, name: str, shards: list[GradShard], args: Any, kwargs: Any) -> Any:
+    if name in ("zero_", "_foreach_zero_"):
+        for shard in shards:
+            shard._layerzero_zeroed = True
+        return args[0]
+    if name in _PENDING_ALLOWED:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    first = next(s for s in shards if s.pending)
+    raise ShardingError(_REFUSED_WHILE_PENDING.format(fqn=first._fqn))
+
+
+# ------------------------------------------------------------------ reductions with a global answer
+
+
+def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None):
+    if dim is not None or keepdim or out is not None:
+        raise ShardingError(
+            "norms of a GradShard along a dimension are not defined; use grad.local for this rank's part"
+        )
+    norm = x.source().norm(x, float(ord))
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None):
+    return _vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype, out=out)
+
+
+def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
+    norms = [_vector_norm(t, ord) if isinstance(t, GradShard) else torch.linalg.vector_norm(t, ord) for t in tensors]
+    return norms if dtype is None else [n.to(dtype) for n in norms]
+
+
+_NORMS: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _vector_norm,
+    torch.norm: _norm,
+    torch.Tensor.norm: _norm,
+    torch._foreach_norm: _foreach_norm,
+}
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    filled = [_plain(g) for g in grads if g.numel()]
+    if filled:
+        torch._amp_foreach_non_finite_check_and_unscale_(filled, found_inf, inv_scale)
+    for source in {g.source() for g in grads if isinstance(g, GradShard)}:
+        source.any_rank(found_inf)
+        source.invalidate()
+
+
+def _refuse_whole_check(shard: GradShard) -> Any:
+    raise ShardingError(
+        f"a single number over the gradient of {shard._fqn!r} would be this rank's only. Use "
+        f"torch.linalg.vector_norm(grad, p) for a global norm (inf or nan show in it), or grad.local "
+        f"for this rank's part."
+    )
+
+
+_WHOLE_CHECK_NAMES = ("sum", "mean", "max", "min", "amax", "amin", "std", "var", "any", "all")
+_WHOLE_CHECKS: dict[Any, Callable[[GradShard], Any]] = {
+    getattr(where, name): _refuse_whole_check for where in (torch, torch.Tensor) for name in _WHOLE_CHECK_NAMES
+}
+
+
+# ------------------------------------------------------------------ setting `p.grad`
+
+
+def attach_grads(unit: Unit, source: GradSource) -> None:
+    """After a synchronised backward: ``grad`` of every trainable parameter is its slice of `main_grad`.
+
+    A gradient that is already there (no ``zero_grad`` since the last synchronised backward) is added.
+    """
+    for group in unit.trainable_groups:
+        main_grad = group.take_main_grad()
+        for i, param in enumerate(group.params):
+            p = param.sharded
+            if not p.requires_grad:
+                continue
+            view = group.grad_view(main_grad, i)
+            old = p.grad
+            if old is not None and not getattr(old, "pending", False):
+                view.add_(_plain(old))
+            elif not group.layout.axes.sizes and i not in group.with_grad:
+                p.grad = None
+                continue
+            p.grad = GradShard.make(view, param, source)
+        group.with_grad.clear()
+
+
+def attach_pending(unit: Unit, source: GradSource) -> None:
+    """After a backward under ``no_sync()``: mark ``grad`` as not ready, at no memory."""
+    for group in unit.trainable_groups:
+        for param in group.params:
+            p = param.sharded
+            if p.requires_grad and p.grad is None:
+                local = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+                p.grad = GradShard.make(local, param, source, pending=True)
+            elif p.grad is not None and getattr(p.grad, "_layerzero_zeroed", False):
+                p.grad._layerzero_zeroed = False  # type: ignore[attr-defined]

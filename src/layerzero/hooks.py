@@ -1,0 +1,170 @@
+"""Module hooks: turn calls of modules into calls of the engine. No decisions here."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from layerzero.engine import Engine, Use
+from layerzero.errors import ShardingError
+from layerzero.precision import require_grad_tensors
+from layerzero.unit import Param, Unit
+
+
+@dataclass
+class _Frame:
+    """One entered forward."""
+
+    uses: list[Use | None]
+    in_backward: bool
+    starts_pass: bool
+
+
+class ModuleHook:
+    """Unshards what a module needs around its forward, unless that is already the case.
+
+    Every unit's module has one, and so does every module that owns parameters, so that a submodule called
+    from outside its unit's forward finds its parameters too.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module, units: tuple[Unit, ...]) -> None:
+        self.engine = engine
+        self.units = units
+        self.module = weakref.ref(module)
+        self._frames: list[_Frame | None] = []
+        self._is_boundary = False  # of the last forward outside a backward; a recomputation casts alike
+
+    def install(self, module: nn.Module) -> None:
+        """Register before hooks that read parameters, such as torch's weight_norm."""
+        module.register_forward_pre_hook(self.pre, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post, with_kwargs=True, always_call=True)
+
+    def pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook."""
+        engine = self.engine
+        if engine.forward_depth:
+            for unit in self.units:
+                if not unit.forward_depth:
+                    break
+            else:
+                self._frames.append(None)
+                return None
+        in_backward = engine.in_backward()
+        outermost = engine.forward_depth == 0
+        if not in_backward:
+            self._is_boundary = outermost
+            if outermost:
+                engine.begin_pass()
+        engine.forward_depth += 1
+        frame = _Frame([], in_backward, outermost and not in_backward)
+        self._frames.append(frame)
+        for unit in self.units:
+            engine.pre_forward(unit, in_backward)
+        if self._is_boundary:
+            args, kwargs = engine.casts.cast_inputs(args, kwargs)
+        for unit in self.units:
+            use = engine.begin_use(unit)
+            frame.uses.append(use)
+            if use is not None and unit.track_inputs:
+                args, kwargs = _watch_inputs(engine, use, in_backward, args, kwargs)
+        return args, kwargs
+
+    def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook; also called when the forward raised, then with ``output`` None."""
+        frame = self._frames.pop()
+        if frame is None:
+            return None
+        engine = self.engine
+        engine.forward_depth -= 1
+        if self._is_boundary:
+            output = engine.casts.cast_outputs(output)
+        grad_tensors = require_grad_tensors(output, (args, kwargs)) if torch.is_grad_enabled() else []
+        # A forward that failed in its pre-hook has entered fewer units than it has.
+        for unit, use in zip(self.units, frame.uses, strict=False):
+            engine.post_forward(unit, module, use, grad_tensors)
+        if frame.starts_pass:
+            engine.end_pass()
+        return output
+
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``fn`` as if it were the module's forward."""
+        module = self.module()
+        assert module is not None
+        changed = self.pre(module, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+        output = None
+        try:
+            output = fn(*args, **kwargs)
+        finally:
+            replaced = self.post(module, args, kwargs, output)
+        return output if replaced is None else replaced
+
+
+class _InputsWatch(torch.autograd.Function):
+    """Identity whose backward runs when all gradients of the inputs are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.done = done
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.done()
+        return (None, *grads)
+
+
+def _watch_inputs(engine: Engine, use: Use, in_backward: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if where:
+        engine.track(use, in_backward)
+        watched = _InputsWatch.apply(partial(engine.inputs_done, use), *(leaves[i] for i in where))
+        for i, tensor in zip(where, watched, strict=True):
+            leaves[i] = tensor
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def install_param_hooks(engine: Engine, unit: Unit) -> None:
+    """Tell the engine when a parameter's gradient is there; refuse gradients that bypass it."""
+    # Weak: the hooks hang on tensors that the unit owns, and `del model` has to free memory at once.
+    weak_engine, weak_unit = weakref.ref(engine), weakref.ref(unit)
+
+    def arrived(tensor: torch.Tensor) -> None:
+        engine, unit = weak_engine(), weak_unit()
+        if engine is not None and unit is not None:
+            assert isinstance(tensor, nn.Parameter)
+            engine.grad_arrived(unit, tensor)
+
+    for group in unit.trainable_groups:
+        for param in group.params:
+            param.unsharded.register_post_accumulate_grad_hook(arrived)
+            param.sharded.register_hook(partial(_refuse_direct_gradient, describe(param)))
+
+
+def describe(param: Param) -> str:
+    """Name of a parameter and its unit, for errors."""
+    unit = f"unit {param.info.unit!r}" if param.info.unit else "the root unit"
+    return f"parameter {param.info.fqn!r} of {unit}"
+
+
+REMEDIES = (
+    "Read it inside `with model.unsharded(submodule):`, or declare the method that reads it with "
+    'lz.forward_method(module, "name").'
+)
+
+
+def _refuse_direct_gradient(what: str, _grad: torch.Tensor) -> None:
+    raise ShardingError(
+        f"{what} was read outside its unit's forward, where it is only this rank's slice, and a gradient now reaches "
+        f"the slice directly: it would never be reduced over the ranks. {REMEDIES}"
+    )

@@ -1,0 +1,237 @@
+"""Lanes: ordered asynchronous work. The only place that knows how asynchrony works.
+
+A lane runs closures in order and returns an event for each. On an accelerator a lane is a stream and its
+event a device event; on CPU a lane is one worker thread and its event a lock. The engine is the same for
+both: it says what a closure comes `after`, and waits on events.
+
+[Note: adversarial lanes]
+A missing wait is a rare wrong number on a GPU and usually no wrong number at all with threads. The
+adversarial lane makes it a certain one: a closure runs only when something waits for it ("late") or at a
+seeded random legal moment ("random"), and memory that is not gathered yet or no longer is filled with NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+LaneKind = Literal["auto", "late", "random"]
+_kind: ContextVar[tuple[LaneKind, int]] = ContextVar("lane_kind", default=("auto", 0))
+
+
+class Event(Protocol):
+    """Completion of one closure."""
+
+    def wait(self) -> None:
+        """Order the caller's work after the closure; raise what it raised."""
+        ...
+
+
+class Lane(Protocol):
+    """Closures in order."""
+
+    def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
+        """Run ``fn`` once everything in ``after`` is done; returns its event at once."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Event = _Done()
+
+
+# ---------------------------------------------------------------------------- threads
+
+
+class _ThreadEvent:
+    __slots__ = ("_lock", "error")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        self.error = error
+        self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
+        if self.error is not None:
+            raise self.error
+
+
+class ThreadLane:
+    """One daemon thread; started at the first closure."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._started = False
+
+    def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
+        if not self._started:
+            self._started = True
+            thread = threading.Thread(target=_work, args=(self._queue,), name=f"layerzero-{self._name}", daemon=True)
+            thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        event = _ThreadEvent()
+        self._queue.put((fn, after, event))
+        return event
+
+
+def _work(jobs: queue.SimpleQueue[Any]) -> None:
+    torch.set_grad_enabled(False)
+    failure: BaseException | None = None
+    while (job := jobs.get()) is not None:
+        fn, after, event = job
+        if failure is None:  # after a failure later collectives would pair up wrongly across ranks
+            try:
+                for other in after:
+                    if other is not None:
+                        other.wait()
+                fn()
+            except BaseException as error:
+                failure = error
+        event.finish(failure)
+        del job, fn, after, event  # an idle thread must not keep buffers alive
+
+
+# ---------------------------------------------------------------------------- streams
+
+
+class _StreamEvent:
+    __slots__ = ("_event", "_module")
+
+    def __init__(self, module: Any, stream: Any) -> None:
+        self._module = module
+        self._event = module.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._module.current_stream().wait_event(self._event)
+
+
+class StreamLane:
+    """One high-priority stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device, priority=-1)
+
+    def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
+        with self._module.stream(self._stream), torch.no_grad():
+            for event in after:
+                if event is not None:
+                    event.wait()
+            fn()
+            return _StreamEvent(self._module, self._stream)
+
+
+# ---------------------------------------------------------------------------- adversarial
+
+
+class _LateEvent:
+    __slots__ = ("_lane", "done")
+
+    def __init__(self, lane: LateLane) -> None:
+        self._lane = lane
+        self.done = False
+
+    def wait(self) -> None:
+        while not self.done:
+            self._lane.step()
+
+
+class LateLane:
+    """Runs a closure when something waits for it, or at a seeded random moment before."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._jobs: deque[tuple[Callable[[], None], Sequence[Event | None], _LateEvent]] = deque()
+        self._rng = rng
+
+    def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
+        event = _LateEvent(self)
+        self._jobs.append((fn, after, event))
+        if self._rng is not None:
+            for _ in range(self._rng.randrange(len(self._jobs) + 1)):
+                self.step()
+        return event
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Run the oldest closure, and first what it comes after."""
+        if not self._jobs:
+            return
+        fn, after, event = self._jobs.popleft()
+        for other in after:
+            if other is not None:
+                other.wait()
+        fn()
+        event.done = True
+
+
+# ---------------------------------------------------------------------------- the engine's four
+
+
+@dataclass
+class Lanes:
+    """The engine's lanes. Each that communicates has process groups of its own.
+
+    Attributes:
+        unshard: all-gathers inside the params degree, and frees what it gathered.
+        refresh: all-gathers between the optimizer and the params degree.
+        reduce: reductions on the inner axes, every micro-batch.
+        sync: reductions on the outer axes, last micro-batch only.
+        poison: fill memory that holds no valid value with NaN.
+    """
+
+    unshard: Lane
+    refresh: Lane
+    reduce: Lane
+    sync: Lane
+    poison: bool
+    device: torch.device
+
+    @classmethod
+    def make(cls, device: torch.device) -> Lanes:
+        """Lanes for ``device``; adversarial ones inside :func:`adversarial`."""
+        kind, seed = _kind.get()
+        names = ("unshard", "refresh", "reduce", "sync")
+        if kind != "auto":
+            rng = random.Random(seed) if kind == "random" else None
+            return cls(*(LateLane(rng) for _ in names), poison=True, device=device)
+        if device.type in ("cpu", "meta"):
+            return cls(*(ThreadLane(name) for name in names), poison=False, device=device)
+        return cls(*(StreamLane(device) for _ in names), poison=False, device=device)
+
+    def compute(self) -> Event:
+        """An event for all compute issued so far by the calling thread."""
+        if self.device.type in ("cpu", "meta"):
+            return DONE  # CPU compute is finished when its call returns
+        module = torch.get_device_module(self.device)
+        return _StreamEvent(module, module.current_stream())
+
+
+@contextlib.contextmanager
+def adversarial(kind: Literal["late", "random"] = "late", seed: int = 0) -> Iterator[None]:
+    """Models sharded inside get adversarial lanes. For tests; see [Note: adversarial lanes]."""
+    token = _kind.set((kind, seed))
+    try:
+        yield
+    finally:
+        _kind.reset(token)

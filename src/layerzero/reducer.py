@@ -1,0 +1,87 @@
+"""The reduction queue: every trainable unit once per backward, in the same order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerzero.collectives import Control, Traffic
+from layerzero.grads import GradSource, attach_grads, attach_pending
+from layerzero.lanes import Event
+from layerzero.unit import Unit
+
+
+class Reducer:
+    """Reduces units in a canonical order.
+
+    The order is reverse registration order in the first backward, then the order in which units became
+    ready on data-parallel rank 0, sent to all once. A unit that is ready early waits its turn, and at the
+    end of a backward whatever is left is reduced with zeros for missing gradients; so gradients that exist
+    on some ranks only can neither hang nor pair up wrongly.
+    """
+
+    def __init__(self, units: Sequence[Unit], control: Control, traffic: Traffic, source: GradSource, eager: bool):
+        self._units = units
+        self._order = [u for u in reversed(units) if u.trainable_groups]
+        self._control = control
+        self._traffic = traffic
+        self._source = source
+        self._eager = eager
+        self._ready: list[Unit] = []
+        self._next = 0
+        self._events: list[Event] = []
+        self._recorded = False
+        self.sync = True
+
+    def ready(self, unit: Unit) -> None:
+        """``unit`` has all gradients this backward will give it."""
+        unit.grads_ready = True
+        self._ready.append(unit)
+        if self._eager:
+            self.advance()
+
+    def advance(self) -> None:
+        """Start the reduction of every ready unit whose turn it is."""
+        while self._next < len(self._order) and self._order[self._next].grads_ready:
+            unit = self._order[self._next]
+            self._next += 1
+            unit.reduced = True
+            with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
+                self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
+
+    def finish(self) -> None:
+        """End of a backward: reduce what is left, and set ``grad`` of the sharded parameters."""
+        ready = [u for u in self._ready if u.trainable_groups]
+        for unit in self._order[self._next :]:
+            unit.grads_ready = True
+        self.advance()
+        self._traffic.num_backwards += 1
+        if self.sync:
+            self._traffic.num_synced_backwards += 1
+            for event in self._events:
+                event.wait()
+            for unit in self._order:
+                attach_grads(unit, self._source)
+        else:
+            for unit in self._order:
+                attach_pending(unit, self._source)
+        self._source.invalidate()
+        if not self._recorded:
+            self._recorded = True
+            self._agree_on_order(ready)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the backward."""
+        self._ready.clear()
+        self._events.clear()
+        self._next = 0
+        for unit in self._order:
+            unit.grads_ready = unit.reduced = False
+
+    def _agree_on_order(self, ready: list[Unit]) -> None:
+        mine = ready + [u for u in self._order if u not in ready]
+        device = self._control.device
+        ids = torch.tensor([u.index for u in mine], dtype=torch.int64, device=device)
+        self._order = [self._units[i] for i in self._control.broadcast(ids).tolist()]

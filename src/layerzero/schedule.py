@@ -1,0 +1,207 @@
+"""When units are gathered and freed: recorded order, prefetch, bound on units in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layerzero.collectives import Traffic
+from layerzero.desync import END_OF_BACKWARD, DesyncCheck
+from layerzero.lanes import Lanes
+from layerzero.unit import Phase, Unit
+
+_MAX_TRACE_PER_UNIT = 64  # forwards that are never followed by a backward must not grow the trace forever
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """What of the configuration concerns gathering.
+
+    Attributes:
+        prefetch_depth: units gathered ahead of the running one.
+        forward_prefetch: gather ahead in the forward pass.
+        backward_prefetch_pre: in backward, gather ahead before the current unit's backward, else after it.
+        limit: hold the number of unsharded units to ``1 + prefetch_depth``, not counting the ancestors of
+            the running unit.
+    """
+
+    prefetch_depth: int
+    forward_prefetch: bool
+    backward_prefetch_pre: bool
+    limit: bool
+
+
+class Schedule:
+    """Follows the order in which units are needed, and gathers ahead from the order of the last time.
+
+    Passes with and without grad have records of their own: a training record runs from the first forward
+    to the end of the backward, an evaluation record over one forward.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], options: ScheduleOptions, lanes: Lanes, traffic: Traffic, check: DesyncCheck
+    ) -> None:
+        self._units = units
+        self._options = options
+        self._lanes = lanes
+        self._traffic = traffic
+        self._check = check
+        self._gathers = {u: any(g.layout.axes.num_params for g in u.groups) for u in units}
+        self._live: list[Unit] = []
+        self._prefetched: list[Unit] = []
+        self._grad = True
+        self._records: dict[bool, list[Unit]] = {True: [], False: []}
+        self._trace: dict[bool, list[Unit]] = {True: [], False: []}
+        self._position = {True: 0, False: 0}
+        self._last_demand: tuple[Unit, bool] | None = None
+        self._num_allocated = 0  # written by the unshard lane only
+
+    # ------------------------------------------------------------------ passes
+
+    def begin_pass(self, grad_enabled: bool) -> list[Unit]:
+        """The outermost forward starts; the units in the order they will presumably be needed."""
+        self._grad = grad_enabled
+        if not grad_enabled or len(self._trace[True]) > _MAX_TRACE_PER_UNIT * len(self._units):
+            self._restart(grad_enabled)
+        return self._records[grad_enabled] or list(self._units)
+
+    def end_pass(self) -> None:
+        """A pass is over: remember its order."""
+        if self._trace[self._grad]:
+            self._records[self._grad] = self._trace[self._grad]
+        self._restart(self._grad)
+
+    def end_backward(self) -> None:
+        """Free everything and remember the order."""
+        self._grad = True
+        self.end_pass()
+        for unit in list(self._live):
+            if not unit.forward_depth:
+                self.reshard(unit)
+        if self._check.enabled:
+            self._lanes.unshard.run(lambda: self._check.compare(END_OF_BACKWARD))
+        self._check.backward_ended()
+
+    def _restart(self, grad: bool) -> None:
+        self._trace[grad] = []
+        self._position[grad] = 0
+
+    def enter_backward(self) -> None:
+        """From here on units are needed for a backward."""
+        self._grad = True
+
+    # ------------------------------------------------------------------ demand and release
+
+    def demand(self, unit: Unit, in_backward: bool) -> None:
+        """Unshard ``unit`` for compute that follows, and gather ahead."""
+        self._follow(unit, in_backward)
+        if unit.phase is Phase.SHARDED:
+            self._gather(unit)
+        if self._options.backward_prefetch_pre if in_backward else self._options.forward_prefetch:
+            self.prefetch(unit)
+        if unit.phase is Phase.GATHERING:
+            unit.unshard_event.wait()
+            unit.phase = Phase.UNSHARDED
+            if unit in self._prefetched:
+                self._prefetched.remove(unit)
+        if not unit.registered:
+            unit.register_unsharded()
+
+    def needed_next(self, unit: Unit) -> bool:
+        """Whether the record says that ``unit`` itself is needed again before any other non-root unit."""
+        for upcoming in self._upcoming():
+            if not upcoming.is_root:
+                return upcoming is unit
+        return False
+
+    def backward_over(self, unit: Unit) -> None:
+        """The unit's parameters are no longer needed by this backward."""
+        self.reshard(unit)
+        if not self._options.backward_prefetch_pre:
+            self.prefetch(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Give back the gathered parameters, once compute issued so far has read them."""
+        if unit.phase is Phase.SHARDED or unit.held or unit.kept_for_backward:
+            return
+        if unit.registered:
+            unit.register_sharded()
+        unit.phase = Phase.SHARDED
+        self._live.remove(unit)
+        if not self._gathers[unit]:
+            return
+        for group in unit.groups:
+            group.invalidate_unsharded()
+
+        def free() -> None:
+            for group in unit.groups:
+                group.free()
+            if not unit.is_root:
+                self._num_allocated -= 1
+
+        self._lanes.unshard.run(free, after=[self._lanes.compute()])
+
+    # ------------------------------------------------------------------ order and prefetch
+
+    def _follow(self, unit: Unit, in_backward: bool) -> None:
+        """Append to the trace, and move the position in the record past this demand."""
+        grad = self._grad
+        trace = self._trace[grad]
+        again, self._last_demand = self._last_demand == (unit, in_backward), (unit, in_backward)
+        if again and in_backward and trace:
+            return  # the recomputation right after the gradient arrived
+        trace.append(unit)
+        record, position = self._records[grad], self._position[grad]
+        if position < len(record) and record[position] is unit:
+            self._position[grad] = position + 1
+        elif unit in record[position:]:  # the order changed; catch up with it
+            self._position[grad] = record.index(unit, position) + 1
+
+    def _upcoming(self) -> list[Unit]:
+        position = self._position[self._grad]
+        return self._records[self._grad][position : position + 2 * self._options.prefetch_depth + 4]
+
+    def prefetch(self, current: Unit) -> None:
+        """Gather the units that the record names next, within the bound; free prefetches it does not name."""
+        depth = self._options.prefetch_depth
+        ahead: list[Unit] = []
+        for unit in self._upcoming():
+            if len(ahead) >= depth:
+                break
+            if unit is not current and unit not in ahead and not unit.is_root and not unit.forward_depth:
+                ahead.append(unit)
+        if not self._options.limit:
+            room = len(ahead)
+        else:
+            for unit in [u for u in self._prefetched if u not in ahead and u is not current]:
+                self._prefetched.remove(unit)
+                self.reshard(unit)
+            counted = [u for u in self._live if u is not current and not u.is_root and not u.forward_depth]
+            room = depth - len(counted)
+        for unit in ahead:
+            if unit.phase is Phase.SHARDED and room > 0:
+                room -= 1
+                self._gather(unit)
+                self._prefetched.append(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        unit.phase = Phase.GATHERING
+        self._live.append(unit)
+        if not self._gathers[unit]:
+            unit.unshard_event = unit.refresh_event
+            return
+        check = self._check if self._check.enabled else None
+
+        def job() -> None:
+            with torch.profiler.record_function(f"layerzero.unshard {unit.name}"):
+                if check is not None:
+                    check.compare(unit.index)
+                if not unit.is_root:
+                    self._num_allocated += 1
+                    self._traffic.peak_unsharded_units = max(self._traffic.peak_unsharded_units, self._num_allocated)
+                for group in unit.groups:
+                    group.unshard()
+
+        unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])

@@ -1,0 +1,434 @@
+"""`lz.shard`: choose units, build them, and make the module a `ShardedModule`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.agreement import check_ranks_agree, describe_structure
+from layerzero.buffers import PackBuffers
+from layerzero.build import BuildOptions, build_unit
+from layerzero.collectives import AxisComm, Control, Op, Traffic
+from layerzero.config import LayerZeROConfig
+from layerzero.desync import DesyncCheck
+from layerzero.engine import Engine
+from layerzero.errors import ConfigError, ShardingError
+from layerzero.grads import GradSource
+from layerzero.guard import guarded_methods, names_in_traceback
+from layerzero.hooks import REMEDIES, ModuleHook, describe, install_param_hooks
+from layerzero.lanes import Lanes
+from layerzero.mesh import Mesh, compute_device
+from layerzero.optimizers import mark_replaced, mark_sharded
+from layerzero.precision import Casts
+from layerzero.reducer import Reducer
+from layerzero.refresh import Refresher
+from layerzero.schedule import Schedule, ScheduleOptions
+from layerzero.sharding import Axes, Sharding
+from layerzero.state import full_state_dict as _full_state_dict
+from layerzero.state import install_state_dict_hooks
+from layerzero.unit import Comms, Param, Phase, Runtime, Unit
+from layerzero.units import UnitPlan, UnitPredicate, UnitSpec, choose_units, find_ignored, plan_units
+from layerzero.warnings_ import warn
+
+_hooks: weakref.WeakKeyDictionary[nn.Module, ModuleHook] = weakref.WeakKeyDictionary()
+"""The hook of every module in a sharded tree, ignored ones excepted."""
+
+
+def shard(
+    module: nn.Module,
+    config: LayerZeROConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    sharding: Sharding | str | None = None,
+    units: Sequence[UnitSpec] | UnitPredicate | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Shard ``module`` in place for data-parallel training; returns it.
+
+    Afterwards ``module.parameters()`` are fp32 slices, plain `nn.Parameter`s of shape ``(k, 1, ..., 1)`` with
+    ``k`` possibly 0, under unchanged names; inside forward and backward modules see full-shape parameters in
+    the compute dtype. Build the optimizer after this call. Call it on every rank with the same arguments.
+
+    Args:
+        module: any module; parameters may be on the meta device. Rank 0's values win unless
+            ``sync_module_states=False``.
+        config: a configuration; the default for keyword use is `LayerZeROConfig()` with fp32 dtypes.
+        mesh: data-parallel dimension(s) of a DeviceMesh; the whole world if None.
+        sharding: three degrees, or a strategy's name; instead of the configuration's.
+        units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
+            modules; instead of the configuration's ``transformer_layers``. With neither these nor
+            ``min_num_params``, blocks that the model itself declares as indivisible are taken.
+        **options: any key of `LayerZeROConfig`, overriding ``config``.
+
+    Raises:
+        ConfigError: bad degrees, unknown options, classes or names not found.
+        ShardingError: something in the module can't be sharded, or already is.
+        DesyncError: ranks disagree on configuration or model.
+    """
+    config = _configuration(config, sharding, options)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"lz.shard: expected an nn.Module, got {type(module).__name__}")
+    for name, sub in module.named_modules():
+        if sub in _hooks:
+            raise ShardingError(
+                f"{name or type(module).__name__!r} is sharded already: shard the outermost module, once"
+            )
+    group = Mesh.of(mesh)
+    traffic = Traffic()
+    ignored = find_ignored(module, config.ignored_modules or ())
+    params = [p for m in module.modules() if m not in ignored for p in m.parameters(recurse=False)]
+    control = Control(group.new_group(), group.size, compute_device(mesh, params), traffic)
+    if "zero3_size" not in config.model_fields_set:  # the default must not refuse a smaller or odd group
+        config = config.replace(zero3_size=math.gcd(config.zero3_size, group.size))
+    axes = config.resolve_sharding().resolve(group.size, _node_size(config, group))
+    specs = units if units is not None else (config.transformer_layers or None)
+    plans = plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
+    check_ranks_agree(describe_structure(plans, config, axes), control, group.ranks)
+    _warn_about(module, config, plans, axes, ignored)
+    engine, by_module = _build(module, plans, config, axes, group, control, traffic, ignored)
+    _install(module, engine, by_module, ignored)
+    return module
+
+
+def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | None, options: dict[str, Any]):
+    if config is None:
+        param_dtype = options.get("param_dtype", "fp32")
+        options = {"param_dtype": param_dtype, "reduce_dtype": param_dtype, **options}
+        config = LayerZeROConfig()
+    elif not isinstance(config, LayerZeROConfig):
+        raise ConfigError(f"lz.shard: expected a LayerZeROConfig, got {type(config).__name__}; see its from_* methods")
+    if sharding is not None:
+        options = {**options, "sharding": sharding}
+    config = config.replace(**options) if options else config
+    if config.ckpt_load_path is not None:
+        raise ConfigError(
+            f"ckpt_load_path: {config.ckpt_load_path!r} is set, but loading checkpoints is not available in this "
+            f"version. Remove the key; load full weights with model.load_state_dict."
+        )
+    return config
+
+
+def _node_size(config: LayerZeROConfig, group: Mesh) -> int | None:
+    """The configured node size, else the launcher's where it fits the other degrees."""
+    if config.node_size is not None:
+        return config.node_size
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdecimal() or group.ranks != tuple(range(group.size)) or not 1 < int(local) < group.size:
+        return None
+    try:
+        config.resolve_sharding().resolve(group.size, int(local))
+    except ConfigError:
+        return None
+    return int(local)
+
+
+def _warn_about(
+    module: nn.Module, config: LayerZeROConfig, plans: list[UnitPlan], axes: Axes, ignored: set[nn.Module]
+) -> None:
+    trainable = [
+        n for n, m in module.named_modules() if m in ignored and any(p.requires_grad for p in m.parameters(False))
+    ]
+    if trainable and axes.world_size > 1:
+        warn(
+            f"ignored modules hold trainable parameters ({', '.join(trainable[:4])}): their gradients are never "
+            f"reduced, so ranks drift apart. Freeze them, wrap them in torch's DistributedDataParallel for replicated "
+            f"synchronisation, or do not ignore them."
+        )
+    if len(plans) == 1 and axes.num_params:
+        warn(
+            f"no units were chosen, so all of {type(module).__name__} is gathered at once. Name the repeated block "
+            f"(transformer_layers, units=) or set min_num_params to hold only a few blocks unsharded."
+        )
+
+
+def _build(
+    module: nn.Module,
+    plans: list[UnitPlan],
+    config: LayerZeROConfig,
+    axes: Axes,
+    group: Mesh,
+    control: Control,
+    traffic: Traffic,
+    ignored: set[nn.Module],
+) -> tuple[Engine, dict[nn.Module, Unit]]:
+    lanes = Lanes.make(control.device)
+
+    def comms(op: Op, which: range) -> dict[int, AxisComm]:
+        groups = group.new_axis_groups(axes, which)
+        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic) for axis in which}
+
+    split = max(axes.num_grads, 1) if axes.sizes else 0
+    all_comms = Comms(
+        unshard=comms("unshard", range(axes.num_params)),
+        refresh=comms("refresh", range(axes.num_params, axes.num_optimizer)),
+        reduce=comms("reduce", range(split)),
+        sync=comms("sync", range(split, len(axes.sizes))),
+    )
+    runtime = Runtime(group.rank, all_comms, lanes, PackBuffers(lanes), config.reduce_torch_dtype, config.offload_grads)
+    options = BuildOptions(
+        axes, config.param_torch_dtype, config.buffer_torch_dtype, config.sync_module_states,
+        config.param_init_fn,
+        getattr(module, "_init_weights", None),
+    )  # fmt: skip
+    modules = _modules_of_plans(module, plans, ignored)
+    units, by_module = [], {}
+    for index, plan in enumerate(plans):
+        unit = build_unit(plan, modules[plan.module], index, options, runtime, control)
+        units.append(unit)
+        by_module |= dict.fromkeys(modules[plan.module], unit)
+        for entry in plan.params:
+            mark_replaced(entry.param, entry.fqns[0])
+        plan.params.clear()  # the full parameters of this unit are not needed any more
+        unit.register_sharded()
+    schedule = Schedule(
+        units,
+        ScheduleOptions(
+            config.prefetch_depth, config.forward_prefetch, config.backward_prefetch == "BACKWARD_PRE",
+            config.limit_all_gathers,
+        ),
+        lanes, traffic,
+        DesyncCheck([u.name for u in units], all_comms.unshard, config.desync_check, control.device),
+    )  # fmt: skip
+    source = GradSource(units, control, counts=group.rank < axes.degree(axes.num_optimizer))
+    eager = config.backward_reduce_scatter == "BACKWARD_PRE"
+    casts = Casts(
+        config.param_torch_dtype if config.autocast_input else None,
+        torch.float32 if config.autocast_output else None,
+    )
+    engine = Engine(
+        units=units, config=config, axes=axes, rank=group.rank, lanes=lanes, control=control, traffic=traffic,
+        schedule=schedule, reducer=Reducer(units, control, traffic, source, eager),
+        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts,
+    )  # fmt: skip
+    return engine, by_module
+
+
+def _modules_of_plans(
+    root: nn.Module, plans: list[UnitPlan], ignored: set[nn.Module]
+) -> dict[nn.Module, list[nn.Module]]:
+    """Every managed module under the unit it lies in, each once."""
+    tops = {plan.module for plan in plans}
+    found: dict[nn.Module, list[nn.Module]] = {top: [] for top in tops}
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, top: nn.Module) -> None:
+        if module in ignored or module in seen:
+            return
+        seen.add(module)
+        top = module if module in tops else top
+        found[top].append(module)
+        for child in module.children():
+            walk(child, top)
+
+    walk(root, root)
+    return found
+
+
+def _install(root: nn.Module, engine: Engine, by_module: dict[nn.Module, Unit], ignored: set[nn.Module]) -> None:
+    owners: dict[int, dict[Unit, None]] = {}  # id of a module's `_parameters` -> units of its parameters
+    for unit in engine.units:
+        for param in unit.params:
+            mark_sharded(param.sharded, engine)
+            for slots, _ in param.slots:
+                owners.setdefault(id(slots), {})[unit] = None
+        install_param_hooks(engine, unit)
+    tops: set[Unit] = set()
+    for module, unit in by_module.items():
+        is_top = unit not in tops  # the first module walked of a unit is the unit's own
+        tops.add(unit)
+        needed = dict.fromkeys([unit] if is_top else []) | owners.get(id(module._parameters), {})
+        hook = ModuleHook(engine, module, tuple(needed) or (unit,))
+        _hooks[module] = hook
+        if needed:
+            hook.install(module)
+            install_state_dict_hooks(module, engine)
+        if is_top:
+            _become_sharded(module)
+        elif needed and not type(module).__module__.startswith("torch."):
+            _become_guarded(module)
+
+
+# ---------------------------------------------------------------------------- the module's class
+
+
+class ShardedModule:
+    """Mixed into the class of a sharded module and of every unit in it."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside only accumulate: gradients don't leave the grads degree. As in torch's DDP."""
+        return _no_sync(engine_of(self))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of the sharded parameters to a global norm; returns the norm before, an fp32 scalar.
+
+        The same number as ``torch.nn.utils.clip_grad_norm_``, which also works. One small collective.
+        """
+        params = [p.sharded for u in engine_of(self).units for p in u.params if p.sharded.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    def unsharded(self, submodule: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
+        """Parameters of ``submodule`` (default: all) have their full shape inside. Enter on every rank.
+
+        In-place edits made inside are kept; make the same on every rank. What is computed inside with grad
+        can be differentiated: the parameters then stay gathered until the next backward is over.
+        """
+        assert isinstance(self, nn.Module)
+        return _unsharded(self if submodule is None else submodule)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        engine = engine_of(self)
+        probe = torch.empty(0, device=engine.control.device)
+        moved = fn(probe)
+        if moved.dtype is not probe.dtype or moved.device != probe.device:
+            raise ShardingError(
+                f"a sharded module can't be moved or cast (here to {moved.device}, {moved.dtype}): its parameters are "
+                f"slices of the engine's buffers. Move it before lz.shard, and choose the compute dtype by param_dtype."
+            )
+        return self  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        raise ShardingError(
+            "a sharded module can't be deep-copied: its parameters are slices of buffers shared with a running "
+            "engine. For an average of weights, keep [p.detach().clone() for p in model.parameters()] and update it "
+            "with torch._foreach_lerp_; for a full copy, use lz.full_state_dict(model)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardingError("a sharded module can't be pickled: save full weights from lz.full_state_dict(model)")
+
+
+@cache
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    body = {**guarded_methods(cls, _explain), "__module__": cls.__module__}
+    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), body)
+
+
+@cache
+def _guarded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    body = guarded_methods(cls, _explain)
+    return (
+        type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+        if body
+        else cls
+    )
+
+
+def _become_sharded(module: nn.Module) -> None:
+    module.__class__ = _sharded_class(type(module))
+
+
+def _become_guarded(module: nn.Module) -> None:
+    module.__class__ = _guarded_class(type(module))
+
+
+def _explain(module: nn.Module, error: Exception) -> str | None:
+    """Why a method outside any forward failed, if it read a parameter that is sharded now."""
+    for owner, names in names_in_traceback(error):
+        for reader in (owner, *owner.children()):
+            hook = _hooks.get(reader)
+            for unit in hook.units if hook is not None else ():
+                for param in unit.params if unit.phase is Phase.SHARDED else ():
+                    if any(key in names and slots is reader._parameters for slots, key in param.slots):
+                        return (
+                            f"{describe(param)} was read in a method of {type(owner).__name__} outside the unit's "
+                            f"forward, where it is only this rank's slice (error: {error}). {REMEDIES}"
+                        )
+    return None
+
+
+# ---------------------------------------------------------------------------- contexts
+
+
+def engine_of(module: object) -> Engine:
+    """The engine of a sharded module or any module below one.
+
+    Raises:
+        ShardingError: if it is not sharded.
+    """
+    hook = _hooks.get(module) if isinstance(module, nn.Module) else None
+    if hook is None:
+        raise ShardingError(f"{type(module).__name__} is not sharded: call lz.shard(model, ...) first")
+    return hook.engine
+
+
+@contextlib.contextmanager
+def _no_sync(engine: Engine) -> Iterator[None]:
+    before, engine.sync = engine.sync, False
+    try:
+        yield
+    finally:
+        engine.sync = before
+
+
+@contextlib.contextmanager
+def _unsharded(module: nn.Module) -> Iterator[None]:
+    engine = engine_of(module)
+    units = list(dict.fromkeys(u for m in module.modules() if m in _hooks for u in _hooks[m].units))
+    outermost = engine.forward_depth == 0 and not engine.in_backward()
+    if outermost:
+        engine.begin_pass()
+    engine.forward_depth += 1
+    versions: dict[Param, int] = {}
+    for unit in units:
+        engine.pre_forward(unit, in_backward=False)
+        unit.held += 1
+        versions |= {p: p.unsharded._version for p in unit.params}
+    try:
+        yield
+    finally:
+        for unit in units:
+            for group in unit.groups:
+                group.write_back([i for i, p in enumerate(group.params) if p.unsharded._version != versions[p]])
+            unit.held -= 1
+            unit.forward_depth -= 1
+            engine.after_unsharded(unit)
+        engine.forward_depth -= 1
+        if outermost:
+            engine.end_pass()
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, torch.Tensor]:
+    """Full parameters (trainable ones in fp32) and persistent buffers under their plain names. Collective.
+
+    Args:
+        model: the module given to `shard`.
+        rank0_only: other ranks take part and get an empty dict.
+        cpu: copy to host memory; else keep on the device.
+
+    Raises:
+        ShardingError: if ``model`` is not sharded.
+    """
+    return _full_state_dict(model, engine_of(model), rank0_only, cpu)
+
+
+def forward_method(module: nn.Module, name: str) -> None:
+    """Let ``module.name(...)`` find full-shape parameters, as the module's forward does.
+
+    For methods that read parameters directly instead of calling submodules. It covers the parameters of the
+    unit that ``module`` lies in, and of the units whose parameters it owns.
+
+    Raises:
+        ShardingError: if the module is not sharded or has no such method.
+    """
+    engine_of(module)
+    hook, method = _hooks[module], getattr(module, name, None)
+    if not callable(method):
+        raise ShardingError(f"forward_method: {type(module).__name__} has no method {name!r}")
+    fn = getattr(type(module), name)
+
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        target = hook.module()
+        return hook.call(lambda *a, **k: fn(target, *a, **k), *args, **kwargs)
+
+    object.__setattr__(module, name, as_forward)

@@ -1,0 +1,178 @@
+"""The video recipe: its data, its frozen networks, and a shortened main job as four ranks."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from recipes.video_dit import clips as clips_module
+from recipes.video_dit.batches import DataOrder
+from recipes.video_dit.clips import (
+    CLIP_FRAMES,
+    clip_frames,
+    load_clips,
+    load_frames,
+    load_shots,
+    shot_frame_indices,
+)
+from recipes.video_dit.model import LATENT_SHAPE, VideoDiffusion
+from recipes.video_dit.settings import FlowSettings, SamplingSettings, Settings, TransformerSettings
+from recipes.video_dit.text import TEXT_DIM, TextEncoder
+from recipes.video_dit.vae import load_vae, psnr
+
+RECIPE = Path(clips_module.__file__).parent
+JOB = Path(__file__).with_name("video_dit_job.py")
+TINY = TransformerSettings(num_layers=2, num_heads=2, head_dim=16, ffn_dim=64, patch_size=(4, 3, 4))
+
+
+def test_every_clip_lies_inside_one_shot() -> None:
+    assert len(load_shots()) == 117
+    clips = [*load_clips("train"), *load_clips("held_out")]
+    assert len(clips) == len({clip.index for clip in clips}) == 273
+    for clip in clips:
+        assert clip.shot.start <= clip.start
+        assert clip.start + CLIP_FRAMES <= clip.shot.start + clip.shot.num_frames
+    covered = [frame for clip in clips for frame in range(clip.start, clip.start + CLIP_FRAMES)]
+    assert len(covered) == len(set(covered))
+
+
+def test_splits_share_no_shot_no_frame_and_no_caption() -> None:
+    train, held_out = load_clips("train"), load_clips("held_out")
+    assert len(train) == 244 and len(held_out) == 29
+    assert not {clip.shot.index for clip in train} & {clip.shot.index for clip in held_out}
+    assert not {clip.caption for clip in train} & {clip.caption for clip in held_out}
+    assert not set(shot_frame_indices("train").tolist()) & set(shot_frame_indices("held_out").tolist())
+
+
+def test_attribution_is_shipped() -> None:
+    text = (RECIPE / "data" / "ATTRIBUTION.md").read_text(encoding="utf-8")
+    for needed in (
+        "(c) copyright Blender Foundation | www.bigbuckbunny.org",
+        "https://creativecommons.org/licenses/by/3.0/",
+        "cut and resized",
+    ):
+        assert needed in text
+
+
+def test_data_order_is_stateless_and_deals_different_clips_to_ranks() -> None:
+    train = load_clips("train")
+
+    def order(rank: int, seed: int = 0) -> DataOrder:
+        return DataOrder(train, seed, rank, num_ranks=4, batch_size=2, micro_batches=3)
+
+    steps = range(11)  # 11 steps x 24 clips: into the second epoch
+    dealt = [clip.index for step in steps for micro in range(3) for rank in range(4)
+             for clip in order(rank).micro_batch(step, micro)]  # fmt: skip
+    epoch = dealt[: len(train)]
+    assert sorted(epoch) == sorted(clip.index for clip in train)
+    assert dealt[len(train) :] != epoch[: len(dealt) - len(train)]
+    assert order(1).micro_batch(7, 2) == order(1).micro_batch(7, 2)
+    assert order(1).micro_batch(7, 2) != order(1, seed=1).micro_batch(7, 2)
+    seeds = {order(rank).noise_seed(step, micro) for step in steps for micro in range(3) for rank in range(4)}
+    assert len(seeds) == 11 * 3 * 4
+
+
+def test_vae_reconstructs_held_out_frames() -> None:
+    frames = load_frames()[shot_frame_indices("held_out")[::8]]
+    vae = load_vae()
+    latents = vae.encode(frames)
+    assert latents.shape == (len(frames), 8, 9, 16)
+    assert psnr(vae.decode(latents), frames) > PSNR_BOUND
+    assert psnr(vae.decode(latents.flip(0)), frames) < 20  # the bound means something
+    assert latents.mean().abs() < 0.3 and 0.7 < latents.std() < 1.3
+
+
+PSNR_BOUND = 25.0
+
+
+def test_text_states_are_zero_after_the_caption() -> None:
+    states = TextEncoder()(["a big grey rabbit", ""])
+    assert states.shape == (2, 20, TEXT_DIM)
+    assert states[0, :6].abs().amax(dim=1).gt(0).all()
+    assert not states[0, 6:].any() and not states[1, 2:].any()
+
+
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("stepz: 3\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="stepz"):
+        Settings.from_yaml(config)
+
+
+def test_model_runs_with_bf16_parameters() -> None:
+    torch.manual_seed(0)
+    model = VideoDiffusion(TINY, FlowSettings()).train()
+    assert not model.text_encoder.model.training and not model.vae.training
+    clips = load_clips("train")[:2]
+    batch = torch.stack([clip_frames(clip) for clip in clips])
+
+    def loss() -> torch.Tensor:
+        captions, ids = [clip.caption for clip in clips], [clip.index for clip in clips]
+        return model(batch, captions, ids, torch.Generator().manual_seed(0))
+
+    exact = loss()
+    model.transformer.to(torch.bfloat16)
+    rounded = loss()
+    rounded.backward()
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=2e-2, atol=0)
+    gradient = model.transformer.proj_out.weight.grad
+    assert gradient is not None and gradient.dtype == torch.bfloat16 and gradient.abs().sum() > 0
+    assert model.encode_clips(batch, [clip.index for clip in clips]).shape == (2, *LATENT_SHAPE)
+    sampled = model.sample(["a meadow"], SamplingSettings(steps=2), torch.Generator().manual_seed(0))
+    assert sampled.shape == (1, CLIP_FRAMES, 3, 72, 128) and sampled.dtype == torch.uint8
+
+
+@pytest.mark.timeout(180)
+def test_shortened_main_job(tmp_path: Path) -> None:
+    settings = {
+        "steps": 16,
+        "micro_batches": 2,
+        "batch_size": 2,
+        "log_every": 4,
+        "transformer": TINY.model_dump(),
+        "optimizer": {"lr": 5e-3, "warmup_steps": 2},
+        "sampling": {"steps": 2, "clips_per_rank": 1},
+    }
+    config = tmp_path / "settings.yaml"
+    config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    output = tmp_path / "out"
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        + [str(JOB), str(config), str(RECIPE / "layerzero.yaml"), str(output)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+
+    ranks = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert all(rank["changed"] == ["transformer"] for rank in ranks)
+    clips = [clip for rank in ranks for micro_batch in rank["clips"] for clip in micro_batch]
+    assert len(set(clips)) == 4 * 2 * 2
+
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in metrics] == list(range(1, 17))
+    assert all(math.isfinite(value) for entry in metrics for value in entry.values())
+    assert all(entry["grad_norm"] > 0 for entry in metrics)
+    losses = [entry["loss"] for entry in metrics]
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["num_ranks"] == 4 and summary["loss_last_tenth"] < summary["loss_first_tenth"]
+    for name in ("loss.png", "samples.png"):
+        with Image.open(output / name) as image:
+            assert image.width > 400 and len(image.convert("L").getcolors(256) or []) > 20
+    assert list((output / "tensorboard").glob("events.*"))
+    engine_report = (output / "report.md").read_text()
+    for strategy in ("zero1", "zero3", "hsdp", "layerzero"):
+        assert strategy in engine_report.lower().replace("zero-", "zero")
+    assert sum(character.isdigit() for character in engine_report) > 50
