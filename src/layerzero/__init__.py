@@ -9,12 +9,13 @@ See `shard`. ``docs/design.md`` has the vocabulary.
 from layerzero.arguments import add_arguments, config_from_args
 from layerzero.config import LayerZeROConfig
 from layerzero.errors import ConfigError, DesyncError, LayerZeroError, ShardingError
+from layerzero.group import ParamInfo
+from layerzero.module import ShardedModule, forward_method, full_state_dict
 from layerzero.optimizers import register_elementwise_optimizer
 from layerzero.report import compare_strategies, memory_report, traffic_report
-from layerzero.shard import ShardedModule, forward_method, full_state_dict, shard
+from layerzero.shard import shard
 from layerzero.sharding import Sharding
 from layerzero.state import param_info
-from layerzero.unit import ParamInfo
 from layerzero.warnings_ import LayerZeROWarning
 
 __version__ = "0.1.0"

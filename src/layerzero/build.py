@@ -11,9 +11,10 @@ from torch import nn
 from layerzero.buffers import views
 from layerzero.collectives import Control
 from layerzero.errors import ShardingError
+from layerzero.group import Param, ParamGroup, ParamInfo, Runtime
 from layerzero.layout import GroupLayout, Range
 from layerzero.sharding import Axes
-from layerzero.unit import Param, ParamGroup, ParamInfo, Runtime, Unit
+from layerzero.unit import Unit
 from layerzero.units import OwnedParam, UnitPlan
 
 
@@ -57,7 +58,7 @@ def build_unit(
         _build_group(plan, entries, dtype, trainable, options, runtime, control)
         for (dtype, trainable), entries in by_kind.items()
     ]
-    return Unit(plan.name, index, groups, runtime.lanes, is_root=index == 0)
+    return Unit(plan.name, index, groups, is_root=index == 0)
 
 
 def _build_group(

@@ -18,7 +18,8 @@ from layerzero.collectives import Control
 from layerzero.errors import ShardingError
 
 if TYPE_CHECKING:
-    from layerzero.unit import Param, Unit
+    from layerzero.group import Param
+    from layerzero.unit import Unit
 
 
 class GradSource:

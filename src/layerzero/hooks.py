@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from layerzero.engine import Engine, Use
 from layerzero.errors import ShardingError
+from layerzero.group import Param
 from layerzero.precision import require_grad_tensors
-from layerzero.unit import Param, Unit
+from layerzero.unit import Unit
 
 
 @dataclass

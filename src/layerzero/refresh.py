@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from layerzero.collectives import Control
+from layerzero.group import ParamGroup
 from layerzero.lanes import Lanes
-from layerzero.unit import ParamGroup, Unit
+from layerzero.unit import Unit
 
 
 class Refresher:

@@ -11,7 +11,7 @@ from torch import nn
 from layerzero.collectives import CONTROL
 from layerzero.engine import Engine
 from layerzero.layout import GroupLayout, padding_ratio
-from layerzero.shard import engine_of
+from layerzero.module import engine_of
 from layerzero.sharding import Axes, Sharding
 
 _MAIN_NBYTES = 4  # fp32

@@ -11,7 +11,7 @@ from torch import nn
 from layerzero.buffers import gather, views
 from layerzero.engine import Engine
 from layerzero.errors import ShardingError
-from layerzero.unit import ParamGroup, ParamInfo
+from layerzero.group import ParamGroup, ParamInfo
 
 
 def param_info(param: torch.Tensor) -> ParamInfo:

@@ -1,0 +1,313 @@
+"""A param group's buffers and what is done with them: refresh, unshard, reduce. No hooks, no order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.buffers import PackBuffers, TransientBuffer, gather, held_view, pack, poison, views
+from layerzero.collectives import AxisComm
+from layerzero.errors import ShardingError
+from layerzero.lanes import Event, Lanes
+from layerzero.layout import GroupLayout, Range
+
+
+@dataclass(frozen=True)
+class Comms:
+    """Collectives of each lane, by axis."""
+
+    unshard: dict[int, AxisComm] = field(default_factory=dict)
+    refresh: dict[int, AxisComm] = field(default_factory=dict)
+    reduce: dict[int, AxisComm] = field(default_factory=dict)
+    sync: dict[int, AxisComm] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What every param group of one sharded model shares."""
+
+    rank: int  # data-parallel
+    comms: Comms
+    lanes: Lanes
+    pack_buffers: PackBuffers
+    reduce_dtype: torch.dtype
+    offload_grads: bool
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What a sharded parameter is a slice of.
+
+    Attributes:
+        fqn: name in ``named_parameters()``; further names of a tied parameter are in ``aliases``.
+        global_shape: shape of the whole parameter.
+        global_range: elements of the flattened parameter this rank holds.
+        unit: name of the unit that gathers it; empty for the root.
+    """
+
+    fqn: str
+    global_shape: tuple[int, ...]
+    global_range: Range
+    unit: str
+    aliases: tuple[str, ...] = ()
+
+
+class Param:
+    """One parameter: the slice at rest and the full-shape tensor in use."""
+
+    def __init__(self, info: ParamInfo, slots: list[tuple[dict[str, Any], str]], unsharded: nn.Parameter) -> None:
+        self.info = info
+        self.slots = slots  # the owners' `_parameters` dicts and keys: no reference to the module tree
+        self.unsharded = unsharded
+        self.sharded: nn.Parameter  # set by the group once its buffers exist
+
+
+class ParamGroup:
+    """Parameters of one unit with equal dtype and ``requires_grad``, in one flat buffer.
+
+    [Note: buffers]
+    ``main`` (fp32, optimizer degree) is what the optimizer steps; a frozen group has none. ``model``
+    (compute dtype, params degree) is a cache of it and is the same tensor where dtype and degree agree.
+    ``unsharded`` (compute dtype, degree 1) has bytes only while the unit is unsharded, and is the same
+    tensor as ``model`` where the params degree is 1.
+    """
+
+    def __init__(
+        self, params: Sequence[Param], layout: GroupLayout, full: torch.Tensor, dtype: torch.dtype, runtime: Runtime
+    ) -> None:
+        """``full`` is the 1-D flat buffer [layout.numel] of initial values, in ``dtype`` when frozen."""
+        self.params = list(params)
+        self.layout = layout
+        self.dtype = dtype
+        self.trainable = params[0].unsharded.requires_grad
+        self.rank = runtime.rank
+        self.comms = runtime.comms
+        self._rt = runtime
+        axes = layout.axes
+        device = runtime.lanes.device
+
+        def own(num_axes: int, as_dtype: torch.dtype) -> torch.Tensor:
+            r = layout.slice(runtime.rank, num_axes)
+            return full[r.start : r.stop].to(as_dtype, copy=True)
+
+        self.main = own(axes.num_optimizer, torch.float32) if self.trainable else None
+        self.aliased = self.trainable and dtype is torch.float32 and axes.num_params == axes.num_optimizer
+        self.model = self.main if self.main is not None and self.aliased else own(axes.num_params, dtype)
+        self._transient: TransientBuffer | None = None
+        if axes.num_params:
+            self._transient = TransientBuffer(layout.numel, dtype, device, runtime.lanes.poison)
+        self.unsharded = self._transient.flat if self._transient is not None else self.model
+        for param, view in zip(self.params, views_of(self, layout), strict=True):
+            # `.data =` keeps the parameter's own version counter: refilling the buffer between forward and
+            # backward is then no in-place modification in autograd's eyes.
+            param.unsharded.data = view
+        self.free()
+        self._make_sharded()
+        self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
+        self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
+        self._in_flight: torch.Tensor | None = None
+        self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
+        self.stale = False
+        self._version = self.main._version if self.main is not None else 0
+        self.checksum: torch.Tensor | None = None
+
+    def _make_sharded(self) -> None:
+        axes = self.layout.axes
+        flat, num_axes = (self.model, axes.num_params) if self.main is None else (self.main, axes.num_optimizer)
+        self.slice = self.layout.slice(self._rt.rank, num_axes)
+        self._offsets = []
+        for i, param in enumerate(self.params):
+            held = self.layout.held(i, self._rt.rank, num_axes)
+            offset = max(0, min(self.layout.params[i].start + held.start - self.slice.start, flat.numel()))
+            view = held_view(flat, offset, held, len(param.info.global_shape))
+            param.sharded = nn.Parameter(view, requires_grad=self.trainable)
+            param.info = ParamInfo(param.info.fqn, param.info.global_shape, held, param.info.unit, param.info.aliases)
+            param.sharded._layerzero_info = param.info  # type: ignore[attr-defined]
+            self._offsets.append((offset, held))
+
+    # ------------------------------------------------------------------ refresh: main -> model
+
+    def changed_in_place(self) -> bool:
+        """Whether an in-place operation touched `main` since the last refresh (``.data`` writes don't show)."""
+        return self.main is not None and self.main._version != self._version
+
+    def check_storage(self) -> None:
+        """Raise if a parameter no longer lies in the flat buffer."""
+        flat = self.model if self.main is None else self.main
+        start, item = flat.data_ptr(), flat.element_size()
+        for param, (offset, held) in zip(self.params, self._offsets, strict=True):
+            if held.numel and param.sharded.data_ptr() != start + offset * item:
+                raise ShardingError(
+                    f"parameter {param.info.fqn!r} was moved out of the engine's buffer (`p.data = ...`, "
+                    f"module.to(...) or similar): its new values would be ignored. Write into it instead "
+                    f"(`p.copy_(...)` under torch.no_grad), and choose device and dtype before sharding."
+                )
+
+    def mark_refreshed(self) -> None:
+        """`model` is now made from the present `main`."""
+        if self.main is not None:
+            self._version = self.main._version
+        self.stale = False
+        self.checksum = None
+
+    def refresh(self) -> None:
+        """Lane job: rebuild `model` from every rank's `main`."""
+        assert self.main is not None
+        axes = self.layout.axes
+        between = range(axes.num_params, axes.num_optimizer)
+        shard = self.main.to(self.dtype) if between else self.main
+        gather(self.model, shard, self.layout, self._rt.rank, self._rt.comms.refresh, between)
+
+    # ------------------------------------------------------------------ unshard, reshard
+
+    def unshard(self) -> None:
+        """Lane job: gather the full parameters."""
+        if self._transient is None:
+            return
+        self._transient.alloc()
+        axes = range(self.layout.axes.num_params)
+        gather(self.unsharded, self.model, self.layout, self._rt.rank, self._rt.comms.unshard, axes)
+
+    def free(self) -> None:
+        """Lane job: give the gathered bytes back."""
+        if self._transient is not None:
+            self._transient.free()
+
+    def invalidate_unsharded(self) -> None:
+        """From now on nothing may read the gathered values; see [Note: adversarial lanes]."""
+        if self._transient is not None:
+            self._transient.invalidate()
+
+    def invalidate_model(self) -> None:
+        """From now until the refresh job has run nothing may read `model`."""
+        if self._rt.lanes.poison and not self.aliased:
+            poison(self.model)
+
+    # ------------------------------------------------------------------ reduce: unsharded grads -> main_grad
+
+    def reduce(self, sync: bool) -> Event:
+        """Pack the gradients and start their reduction; accumulate only unless ``sync``."""
+        rt, axes = self._rt, self.layout.axes
+        self._drop_zeroed()
+        grads = [param.unsharded.grad for param in self.params]
+        if axes.sizes:
+            slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
+            out_views, tail = self._views_of_slot(slot, wire)
+        else:  # one rank: what is packed is the result
+            slot, wire = -1, self.model.new_empty(self.layout.numel, dtype=torch.float32)
+            out_views, tail = views(wire, self.layout), wire[self.layout.used_numel :]
+            self.with_grad.update(i for i, grad in enumerate(grads) if grad is not None)
+        pack(grads, out_views, tail)
+        for param in self.params:
+            param.unsharded.grad = None
+        split = max(axes.num_grads, 1) if axes.sizes else 0
+
+        def inner() -> None:
+            value = wire
+            for axis in range(axes.num_grads):
+                value = rt.comms.reduce[axis].reduce_scatter_mean(value.to(rt.reduce_dtype))
+            value = self._accumulate(value, sync)
+            if sync:
+                for axis in range(axes.num_grads, split):
+                    value = self._reduce_axis(value, axis, rt.comms.reduce)
+                self._in_flight = value
+
+        def outer() -> None:
+            value = self._in_flight
+            assert value is not None
+            for axis in range(split, len(axes.sizes)):
+                value = self._reduce_axis(value, axis, rt.comms.sync)
+            self._in_flight = value
+
+        event = rt.lanes.reduce.run(inner, after=[rt.lanes.compute()])
+        if slot >= 0:
+            rt.pack_buffers.reading(slot, event)
+        if sync and len(axes.sizes) > split:
+            event = rt.lanes.sync.run(outer, after=[event])
+        return event
+
+    def _reduce_axis(self, value: torch.Tensor, axis: int, comms: dict[int, AxisComm]) -> torch.Tensor:
+        wire = value.to(self._rt.reduce_dtype)
+        if axis < self.layout.axes.num_optimizer:
+            return comms[axis].reduce_scatter_mean(wire)
+        return comms[axis].all_reduce_mean(wire)
+
+    def _accumulate(self, value: torch.Tensor, sync: bool) -> torch.Tensor:
+        """Add ``value`` at the grads degree to what earlier micro-batches left; what they sum to."""
+        if self.grad_accum is None:
+            if not sync:
+                self.grad_accum = self._to_accum(value)
+            return value
+        if self.grad_accum.device == value.device:
+            total = self.grad_accum.add_(value)
+        else:  # through the device, so that nothing waits for the host
+            total = self.grad_accum.to(value.device, non_blocking=True).add_(value)
+            if not sync:
+                self.grad_accum.copy_(total, non_blocking=True)
+        if sync:
+            self.grad_accum = None
+        return total
+
+    def _to_accum(self, value: torch.Tensor) -> torch.Tensor:
+        if self._rt.offload_grads and value.device.type != "cpu":
+            host = torch.empty(value.numel(), dtype=torch.float32, pin_memory=True)
+            return host.copy_(value, non_blocking=True)
+        # A result of a reduction is ours to keep; the packed buffer is not.
+        return value.to(torch.float32, copy=self.layout.axes.num_grads == 0 and bool(self.layout.axes.sizes))
+
+    def _views_of_slot(self, slot: int, wire: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        cached = self._pack_views.get(slot)
+        if cached is None or cached[0] != wire.data_ptr():
+            made = (wire.data_ptr(), views(wire, self.layout), wire[self.layout.used_numel :])
+            self._pack_views[slot] = cached = made
+        return cached[1], cached[2]
+
+    def take_main_grad(self) -> torch.Tensor:
+        """The synchronised gradient [main numel], fp32; call after the reduction's event."""
+        value, self._in_flight = self._in_flight, None
+        assert value is not None
+        return value.float()
+
+    def grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter ``index``'s slice of ``main_grad``, shaped like the sharded parameter."""
+        offset, held = self._offsets[index]
+        return held_view(main_grad, offset, held, len(self.params[index].info.global_shape))
+
+    def write_back(self, indices: Sequence[int]) -> None:
+        """Keep edits of unsharded parameters: copy this rank's part of them to where it lives at rest."""
+        flat = self.model if self.main is None else self.main
+        for i in indices:
+            offset, held = self._offsets[i]
+            start = self.layout.params[i].start + held.start
+            flat[offset : offset + held.numel].copy_(self.unsharded[start : start + held.numel])
+        self.stale = self.stale or (bool(indices) and self.trainable)
+
+    def _drop_zeroed(self) -> None:
+        """Forget micro-batches that were accumulated for parameters whose grad was zeroed since."""
+        if self.grad_accum is None:
+            return
+        zeroed = [i for i, p in enumerate(self.params) if p.sharded.grad is None or is_zeroed(p.sharded.grad)]
+        if len(zeroed) == len(self.params):
+            self.grad_accum = None
+            self.with_grad.clear()
+            return
+        self.with_grad.difference_update(zeroed)
+        for i in zeroed:
+            r = self.layout.slice(self._rt.rank, self.layout.axes.num_grads)
+            part = self.layout.params[i].intersect(r).shift(-r.start)
+            if part.numel:
+                self.grad_accum[part.start : part.stop].zero_()
+
+
+def views_of(group: ParamGroup, layout: GroupLayout) -> list[torch.Tensor]:
+    """Full-shape views of a group's unsharded buffer."""
+    return views(group.unsharded, layout)
+
+
+def is_zeroed(grad: torch.Tensor) -> bool:
+    """Whether a pending gradient was zeroed in place; see `layerzero.grads`."""
+    return getattr(grad, "_layerzero_zeroed", False)
