@@ -17,6 +17,7 @@ from recipes.video_dit.text import TEXT_DIM, TextEncoder
 from recipes.video_dit.vae import LATENT_CHANNELS, FrameVAE, load_vae
 
 NUM_TIMESTEPS = 1000  # noise levels that the transformer can tell apart
+NUM_POSITION_CHANNELS = 3
 LATENT_SHAPE = (LATENT_CHANNELS, CLIP_FRAMES, 9, 16)  # channels, frames, rows, columns
 
 
@@ -28,12 +29,15 @@ class VideoDiffusion(nn.Module):
     are kept. Random crops or a sampled posterior would need an encoding each time.
     """
 
+    positions: torch.Tensor
+
     def __init__(self, transformer: TransformerSettings, flow: FlowSettings) -> None:
         super().__init__()
         self.flow = flow
         self.vae: FrameVAE = load_vae()
         self.text_encoder = TextEncoder()
         self.transformer = build_transformer(transformer)
+        self.register_buffer("positions", position_channels(), persistent=False)
         self._latents: dict[int, torch.Tensor] = {}
         self._text_states: dict[str, torch.Tensor] = {}
 
@@ -76,7 +80,9 @@ class VideoDiffusion(nn.Module):
         Timesteps are integers because a noise level rounded to bf16 would be another noise level.
         """
         dtype = self.transformer.proj_out.weight.dtype
-        output = self.transformer(latents.to(dtype), timesteps, text_states.to(dtype), return_dict=False)
+        positions = self.positions.expand(len(latents), -1, -1, -1, -1)
+        inputs = torch.cat([latents, positions], dim=1).to(dtype)
+        output = self.transformer(inputs, timesteps, text_states.to(dtype), return_dict=False)
         return output[0].float()
 
     def encode_clips(self, frames: torch.Tensor, clip_ids: Sequence[int]) -> torch.Tensor:
@@ -129,13 +135,23 @@ class VideoDiffusion(nn.Module):
         return timesteps, dropped.tolist()
 
 
+def position_channels() -> torch.Tensor:
+    """Frame, row and column from -1 to 1, [NUM_POSITION_CHANNELS, *LATENT_SHAPE[1:]].
+
+    Wan's rotary embedding only knows distances. That sky is above grass is then learnt slowly, which a long
+    training can afford and a short one cannot.
+    """
+    axes = [torch.linspace(-1, 1, size) for size in LATENT_SHAPE[1:]]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"))
+
+
 def build_transformer(settings: TransformerSettings) -> WanTransformer3DModel:
     """A Wan transformer with the initial weights of the Wan release; diffusers leaves torch's."""
     transformer = WanTransformer3DModel(
         patch_size=settings.patch_size,
         num_attention_heads=settings.num_heads,
         attention_head_dim=settings.head_dim,
-        in_channels=LATENT_CHANNELS,
+        in_channels=LATENT_CHANNELS + NUM_POSITION_CHANNELS,
         out_channels=LATENT_CHANNELS,
         text_dim=TEXT_DIM,
         freq_dim=256,

@@ -14,18 +14,24 @@ from layerzero.sharding import Axes
 from layerzero.units import UnitPlan
 
 
-def describe_structure(plans: Sequence[UnitPlan], config: LayerZeROConfig, axes: Axes) -> dict[str, Any]:
-    """Everything ranks have to agree on, by a name a user recognises."""
-    described: dict[str, Any] = {f"config {k}": v for k, v in config.replace(param_init_fn=None).to_dict().items()}
-    described["axes"] = list(axes.sizes)
-    described["units"] = [plan.name for plan in plans]
+def describe_config(config: LayerZeROConfig) -> dict[str, Any]:
+    """Every key of the configuration, by a name a user recognises."""
+    return {f"config {k}": v for k, v in config.replace(param_init_fn=None).to_dict().items()}
+
+
+def describe_structure(plans: Sequence[UnitPlan], axes: Axes) -> dict[str, Any]:
+    """Units and parameters, by a name a user recognises."""
+    described: dict[str, Any] = {"axes": list(axes.sizes), "units": [plan.name for plan in plans]}
     for plan in plans:
         for entry in plan.params:
             p = entry.param
             described[f"parameter {entry.fqns[0]}"] = {
-                "shape": list(p.shape), "dtype": str(p.dtype), "requires_grad": p.requires_grad, "unit": plan.name,
+                "shape": list(p.shape),
+                "dtype": str(p.dtype),
+                "requires_grad": p.requires_grad,
+                "unit": plan.name,
                 "names": entry.fqns,
-            }  # fmt: skip
+            }
     return described
 
 

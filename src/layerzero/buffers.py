@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -124,6 +125,32 @@ class PackBuffers:
     def release(self) -> None:
         """Give the memory back; every reader must be done."""
         self._flats = [None] * len(self._flats)
+
+
+class HandOvers:
+    """Keeps tensors that the reduce lane made alive until the sync lane has read them.
+
+    An accelerator's allocator gives memory freed by one stream back to that stream, which must therefore not
+    run ahead of a reader on another. Dropping them on the reduce lane, after the reader, orders that without
+    waiting on the host; ``limit`` of them may be outstanding.
+    """
+
+    def __init__(self, lanes: Lanes, limit: int = 4) -> None:
+        self._lanes = lanes
+        self._limit = limit
+        self._outstanding: deque[tuple[Event, Callable[[], None]]] = deque()
+
+    def add(self, read: Event, drop: Callable[[], None]) -> None:
+        """``drop`` lets go of a tensor whose reader is done at ``read``."""
+        self._outstanding.append((read, drop))
+        if len(self._outstanding) > self._limit:
+            event, oldest = self._outstanding.popleft()
+            self._lanes.reduce.run(oldest, after=[event])
+
+    def clear(self) -> None:
+        """Drop all; the caller is ordered after every reader."""
+        while self._outstanding:
+            self._outstanding.popleft()[1]()
 
 
 def held_view(flat: torch.Tensor, offset: int, held: Range, ndim: int) -> torch.Tensor:

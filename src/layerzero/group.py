@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.buffers import PackBuffers, TransientBuffer, gather, held_view, pack, poison, views
+from layerzero.buffers import HandOvers, PackBuffers, TransientBuffer, gather, held_view, pack, poison, views
 from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import Event, Lanes
@@ -34,6 +34,7 @@ class Runtime:
     comms: Comms
     lanes: Lanes
     pack_buffers: PackBuffers
+    hand_overs: HandOvers
     reduce_dtype: torch.dtype
     offload_grads: bool
 
@@ -110,6 +111,7 @@ class ParamGroup:
         self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
         self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
         self._in_flight: torch.Tensor | None = None
+        self._handed_over: torch.Tensor | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
         self._version = self.main._version if self.main is not None else 0
@@ -217,7 +219,7 @@ class ParamGroup:
                 self._in_flight = value
 
         def outer() -> None:
-            value = self._in_flight
+            value = self._handed_over = self._in_flight
             assert value is not None
             for axis in range(split, len(axes.sizes)):
                 value = self._reduce_axis(value, axis, rt.comms.sync)
@@ -228,7 +230,11 @@ class ParamGroup:
             rt.pack_buffers.reading(slot, event)
         if sync and len(axes.sizes) > split:
             event = rt.lanes.sync.run(outer, after=[event])
+            rt.hand_overs.add(event, self._drop_handed_over)
         return event
+
+    def _drop_handed_over(self) -> None:
+        self._handed_over = None
 
     def _reduce_axis(self, value: torch.Tensor, axis: int, comms: dict[int, AxisComm]) -> torch.Tensor:
         wire = value.to(self._rt.reduce_dtype)

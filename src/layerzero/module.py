@@ -58,7 +58,11 @@ class ShardedModule:
                 f"a sharded module can't be moved or cast (here to {moved.device}, {moved.dtype}): its parameters are "
                 f"slices of the engine's buffers. Move it before lz.shard, and choose the compute dtype by param_dtype."
             )
-        return self  # type: ignore[return-value]
+        assert isinstance(self, nn.Module)
+        for module in self.modules() if recurse else ():
+            if module not in hooks_by_module:  # ignored: not the engine's
+                nn.Module._apply(module, fn, recurse=False)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         raise ShardingError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from layerzero.buffers import HandOvers
 from layerzero.collectives import Control, Traffic
 from layerzero.grads import GradSource, attach_grads, attach_pending
 from layerzero.lanes import Event
@@ -21,8 +22,18 @@ class Reducer:
     on some ranks only can neither hang nor pair up wrongly.
     """
 
-    def __init__(self, units: Sequence[Unit], control: Control, traffic: Traffic, source: GradSource, eager: bool):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        control: Control,
+        traffic: Traffic,
+        source: GradSource,
+        hand_overs: HandOvers,
+        eager: bool,
+    ) -> None:
+        """``eager`` reduces a unit as soon as it may be, else after the next unit's gather was issued."""
         self._units = units
+        self._hand_overs = hand_overs
         self._order = [u for u in reversed(units) if u.trainable_groups]
         self._control = control
         self._traffic = traffic
@@ -61,6 +72,7 @@ class Reducer:
             self._traffic.num_synced_backwards += 1
             for event in self._events:
                 event.wait()
+            self._hand_overs.clear()
             for unit in self._order:
                 attach_grads(unit, self._source)
         else:

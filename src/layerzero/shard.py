@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.agreement import check_ranks_agree, describe_structure
-from layerzero.buffers import PackBuffers
+from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
+from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
 from layerzero.collectives import AxisComm, Control, Op, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
 from layerzero.engine import Engine
-from layerzero.errors import ConfigError, ShardingError
+from layerzero.errors import ConfigError, DesyncError, LayerZeroError, ShardingError
 from layerzero.grads import GradSource
 from layerzero.group import Comms, Runtime
 from layerzero.hooks import ModuleHook, install_param_hooks
@@ -78,19 +79,55 @@ def shard(
             )
     group = Mesh.of(mesh)
     traffic = Traffic()
-    ignored = find_ignored(module, config.ignored_modules or ())
-    params = [p for m in module.modules() if m not in ignored for p in m.parameters(recurse=False)]
-    control = Control(group.new_group(), group.size, compute_device(mesh, params), traffic)
+    control = Control(group.new_group(), group.size, _device(module, config, mesh), traffic)
     if "zero3_size" not in config.model_fields_set:  # the default must not refuse a smaller or odd group
         config = config.replace(zero3_size=math.gcd(config.zero3_size, group.size))
-    axes = config.resolve_sharding().resolve(group.size, _node_size(config, group))
-    specs = units if units is not None else (config.transformer_layers or None)
-    plans = plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
-    check_ranks_agree(describe_structure(plans, config, axes), control, group.ranks)
-    _warn_about(module, config, plans, axes, ignored)
-    engine, by_module = _build(module, plans, config, axes, group, control, traffic, ignored)
-    _install(module, engine, by_module, ignored)
+    plan = _plan_together(module, config, units, group, control)
+    _warn_about(module, config, plan)
+    engine, by_module = _build(module, plan, config, group, control, traffic)
+    _install(engine, by_module)
     return module
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank makes of the configuration."""
+
+    axes: Axes
+    ignored: set[nn.Module]
+    units: list[UnitPlan]  # the root's first
+
+
+def _plan_together(
+    module: nn.Module,
+    config: LayerZeROConfig,
+    units: Sequence[UnitSpec] | UnitPredicate | None,
+    group: Mesh,
+    control: Control,
+) -> _Plan:
+    """Plan, and compare with every rank; an error on one rank only must not leave the others waiting for it."""
+    check_ranks_agree(describe_config(config), control, group.ranks)
+    plan: _Plan | None = None
+    failure: LayerZeroError | None = None
+    try:
+        axes = config.resolve_sharding().resolve(group.size, _node_size(config, group))
+        ignored = find_ignored(module, config.ignored_modules or ())
+        specs = units if units is not None else (config.transformer_layers or None)
+        plan = _Plan(
+            axes, ignored, plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
+        )
+    except LayerZeroError as error:
+        failure = error
+    structure = {} if plan is None else describe_structure(plan.units, plan.axes)
+    try:
+        check_ranks_agree({"construction": str(failure or "ok"), **structure}, control, group.ranks)
+    except DesyncError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    assert plan is not None
+    return plan
 
 
 def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | None, options: dict[str, Any]):
@@ -111,6 +148,11 @@ def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | No
     return config
 
 
+def _device(module: nn.Module, config: LayerZeROConfig, mesh: DeviceMesh | None) -> torch.device:
+    ignored = tuple(f"{name}." for name in config.ignored_modules or ())
+    return compute_device(mesh, [p for name, p in module.named_parameters() if not name.startswith(ignored)])
+
+
 def _node_size(config: LayerZeROConfig, group: Mesh) -> int | None:
     """The configured node size, else the launcher's where it fits the other degrees."""
     if config.node_size is not None:
@@ -125,9 +167,8 @@ def _node_size(config: LayerZeROConfig, group: Mesh) -> int | None:
     return int(local)
 
 
-def _warn_about(
-    module: nn.Module, config: LayerZeROConfig, plans: list[UnitPlan], axes: Axes, ignored: set[nn.Module]
-) -> None:
+def _warn_about(module: nn.Module, config: LayerZeROConfig, plan: _Plan) -> None:
+    ignored, axes = plan.ignored, plan.axes
     trainable = [
         n for n, m in module.named_modules() if m in ignored and any(p.requires_grad for p in m.parameters(False))
     ]
@@ -137,7 +178,7 @@ def _warn_about(
             f"reduced, so ranks drift apart. Freeze them, wrap them in torch's DistributedDataParallel for replicated "
             f"synchronisation, or do not ignore them."
         )
-    if len(plans) == 1 and axes.num_params:
+    if len(plan.units) == 1 and axes.num_params:
         warn(
             f"no units were chosen, so all of {type(module).__name__} is gathered at once. Name the repeated block "
             f"(transformer_layers, units=) or set min_num_params to hold only a few blocks unsharded."
@@ -145,15 +186,9 @@ def _warn_about(
 
 
 def _build(
-    module: nn.Module,
-    plans: list[UnitPlan],
-    config: LayerZeROConfig,
-    axes: Axes,
-    group: Mesh,
-    control: Control,
-    traffic: Traffic,
-    ignored: set[nn.Module],
+    module: nn.Module, plan: _Plan, config: LayerZeROConfig, group: Mesh, control: Control, traffic: Traffic
 ) -> tuple[Engine, dict[nn.Module, Unit]]:
+    axes = plan.axes
     lanes = Lanes.make(control.device)
 
     def comms(op: Op, which: range) -> dict[int, AxisComm]:
@@ -167,21 +202,24 @@ def _build(
         reduce=comms("reduce", range(split)),
         sync=comms("sync", range(split, len(axes.sizes))),
     )
-    runtime = Runtime(group.rank, all_comms, lanes, PackBuffers(lanes), config.reduce_torch_dtype, config.offload_grads)
+    hand_overs = HandOvers(lanes)
+    runtime = Runtime(
+        group.rank, all_comms, lanes, PackBuffers(lanes), hand_overs, config.reduce_torch_dtype, config.offload_grads
+    )
     options = BuildOptions(
         axes, config.param_torch_dtype, config.buffer_torch_dtype, config.sync_module_states,
         config.param_init_fn,
         getattr(module, "_init_weights", None),
     )  # fmt: skip
-    modules = _modules_of_plans(module, plans, ignored)
+    modules = _modules_of_units(module, plan)
     units, by_module = [], {}
-    for index, plan in enumerate(plans):
-        unit = build_unit(plan, modules[plan.module], index, options, runtime, control)
+    for index, unit_plan in enumerate(plan.units):
+        unit = build_unit(unit_plan, modules[unit_plan.module], index, options, runtime, control)
         units.append(unit)
-        by_module |= dict.fromkeys(modules[plan.module], unit)
-        for entry in plan.params:
+        by_module |= dict.fromkeys(modules[unit_plan.module], unit)
+        for entry in unit_plan.params:
             mark_replaced(entry.param, entry.fqns[0])
-        plan.params.clear()  # the full parameters of this unit are not needed any more
+        unit_plan.params.clear()  # the full parameters of this unit are not needed any more
         unit.register_sharded()
     schedule = Schedule(
         units,
@@ -200,22 +238,20 @@ def _build(
     )
     engine = Engine(
         units=units, config=config, axes=axes, rank=group.rank, lanes=lanes, control=control, traffic=traffic,
-        schedule=schedule, reducer=Reducer(units, control, traffic, source, eager),
+        schedule=schedule, reducer=Reducer(units, control, traffic, source, hand_overs, eager),
         refresher=Refresher(units, lanes, control), grad_source=source, casts=casts,
     )  # fmt: skip
     return engine, by_module
 
 
-def _modules_of_plans(
-    root: nn.Module, plans: list[UnitPlan], ignored: set[nn.Module]
-) -> dict[nn.Module, list[nn.Module]]:
+def _modules_of_units(root: nn.Module, plan: _Plan) -> dict[nn.Module, list[nn.Module]]:
     """Every managed module under the unit it lies in, each once."""
-    tops = {plan.module for plan in plans}
+    tops = {unit.module for unit in plan.units}
     found: dict[nn.Module, list[nn.Module]] = {top: [] for top in tops}
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, top: nn.Module) -> None:
-        if module in ignored or module in seen:
+        if module in plan.ignored or module in seen:
             return
         seen.add(module)
         top = module if module in tops else top
@@ -227,7 +263,7 @@ def _modules_of_plans(
     return found
 
 
-def _install(root: nn.Module, engine: Engine, by_module: dict[nn.Module, Unit], ignored: set[nn.Module]) -> None:
+def _install(engine: Engine, by_module: dict[nn.Module, Unit]) -> None:
     owners: dict[int, dict[Unit, None]] = {}  # id of a module's `_parameters` -> units of its parameters
     for unit in engine.units:
         for param in unit.params:
