@@ -9,8 +9,9 @@ cases need more:
 * Frozen parameters never fire, and unused ones don't either. A unit that has them (or had them in an
   earlier backward) passes its inputs through an identity whose backward runs when all gradients of the
   inputs are done; the unit's own nodes were created later and therefore run before it.
-* A reentrant checkpoint runs one nested backward per forward, so a unit used twice fires twice. Forwards
-  without grad in training mode are counted; the unit is over when it fired as often, or at the end.
+* A reentrant checkpoint runs a nested backward per forward, and a parameter fires once in each. How often
+  is known from the last backward; before that, from the forwards without grad in training mode that will be
+  recomputed.
 
 Whatever is not over by then is over at the end of the backward, which autograd announces by a callback.
 """
@@ -187,7 +188,7 @@ class Engine:
             )
         self._enter_backward()
         unit = use.unit
-        over = unit.num_fired >= unit.num_trainable > 0 and not unit.track_inputs
+        over = unit.num_trainable > 0 and not unit.track_inputs and unit.all_arrived()
         if over or unit.reduced or use in unit.active:
             return
         unit.active.add(use)
@@ -200,7 +201,7 @@ class Engine:
         unit = use.unit
         unit.active.discard(use)
         unit.pending.discard(use)
-        if not unit.pending and unit.num_fired and self._rounds_done(unit):
+        if not unit.pending and unit.fired and (not unit.fired_nested or unit.all_arrived()):
             self._gradients_final(unit)
         if not unit.active and not unit.forward_depth:
             self.schedule.backward_over(unit)
@@ -214,20 +215,18 @@ class Engine:
                 f"again in a way that can't be foreseen. Make that part a unit of its own, or use "
                 f"checkpoint(..., use_reentrant=False) if it is checkpointed."
             )
-        if param.grad is not None and param.grad.requires_grad:
-            raise ShardingError(f"gradients of gradients reached {unit!r}: create_graph=True is not supported")
-        unit.num_fired += 1
-        if unit.num_fired % unit.num_trainable == 0 and self._rounds_done(unit):
+        grad = param.grad
+        if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
+            what = "gradients of gradients (create_graph=True)" if grad.requires_grad else f"gradients of {grad.layout}"
+            raise ShardingError(f"{unit!r} got {what}, which are not supported; sparse ones come from sparse=True")
+        unit.fired.add(id(param))
+        unit.num_fires += 1
+        unit.fired_nested |= torch._C._current_graph_task_id() != self._graph_task
+        if unit.all_arrived():
             unit.active = {use for use in unit.active if isinstance(use, Use) and use.tracked}
             self._gradients_final(unit)
             if not unit.active and not unit.forward_depth:
                 self.schedule.backward_over(unit)
-
-    def _rounds_done(self, unit: Unit) -> bool:
-        """Whether a unit whose parameters all fired will not be recomputed by another reentrant checkpoint."""
-        if torch._C._current_graph_task_id() == self._graph_task:
-            return True
-        return unit.num_fired >= unit.num_trainable * max(1, unit.num_no_grad_forwards)
 
     def _gradients_final(self, unit: Unit) -> None:
         if not unit.grads_ready:
@@ -239,8 +238,10 @@ class Engine:
             return
         with torch.no_grad():
             for unit in self.units:
-                if unit.num_trainable and unit.num_fired % unit.num_trainable:
+                if unit.fired and len(unit.fired) < unit.num_trainable:
                     unit.track_inputs = True  # some went unused: watch the inputs from now on
+                if unit.fired_nested:
+                    unit.expected_fires = unit.num_fires
             self._clear_backward_state()
             self.reducer.finish()
             self.schedule.end_backward()
@@ -253,7 +254,9 @@ class Engine:
         for unit in self.units:
             unit.active.clear()
             unit.kept_for_backward = False
-            unit.num_fired = 0
+            unit.fired.clear()
+            unit.num_fires = 0
+            unit.fired_nested = False
             unit.num_no_grad_forwards = 0
 
     def _abandon_backward(self) -> None:

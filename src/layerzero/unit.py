@@ -35,7 +35,10 @@ class Unit:
         forward_depth: nested forwards that need the parameters now.
         active: backward uses between "gradient arrived at the output" and "inputs' gradients are done".
         pending: grad-enabled forwards that track their inputs and whose backward has not finished.
-        num_fired: trainable parameters that got their gradient in this backward.
+        fired: ids of the trainable parameters that got a gradient in this backward.
+        num_fires: how often they did; more than once each under reentrant checkpoints only.
+        fired_nested: some did in a nested backward, that is, under a reentrant checkpoint.
+        expected_fires: `num_fires` at the end of the last backward with nested ones; 0 if there was none.
         num_no_grad_forwards: forwards in training mode without grad, which reentrant checkpoints recompute.
         track_inputs: watch the inputs' gradients, because trainable parameters alone don't tell when the
             unit's backward is over (some are frozen, or went unused before).
@@ -61,7 +64,10 @@ class Unit:
         self.registered = False  # whether modules see full-shape parameters
         self.active: set[object] = set()
         self.pending: weakref.WeakSet[object] = weakref.WeakSet()  # a graph that is dropped takes its uses along
-        self.num_fired = 0
+        self.fired: set[int] = set()
+        self.num_fires = 0
+        self.fired_nested = False
+        self.expected_fires = 0
         self.num_no_grad_forwards = 0
         self.track_inputs = self.has_frozen
         self.grads_ready = False
@@ -80,6 +86,13 @@ class Unit:
         if (self._phase, new) not in _LEGAL:
             raise AssertionError(f"{self!r}: illegal transition {self._phase.value} -> {new.value}")
         self._phase = new
+
+    def all_arrived(self) -> bool:
+        """Whether all gradients that this backward gives the trainable parameters are there."""
+        if self.fired_nested:
+            expected = self.expected_fires or self.num_trainable * self.num_no_grad_forwards
+            return 0 < expected <= self.num_fires
+        return len(self.fired) >= self.num_trainable
 
     def register_unsharded(self) -> None:
         """Make the modules see full-shape parameters; follows ``requires_grad_`` calls made at rest."""
