@@ -64,17 +64,13 @@ class VideoDiffusion(nn.Module):
         """
         latents = self.encode_clips(frames, clip_ids)
         timesteps, dropped = self._draw_conditions(len(captions), generator)
-        states = self.encode_captions(
-            ["" if drop else text for text, drop in zip(captions, dropped, strict=True)]
-        )
+        states = self.encode_captions(["" if drop else text for text, drop in zip(captions, dropped, strict=True)])
         noise = torch.randn(latents.shape, generator=generator, device=latents.device)
         sigmas = (timesteps / NUM_TIMESTEPS).view(-1, 1, 1, 1, 1)
         velocity = self.velocity((1 - sigmas) * latents + sigmas * noise, timesteps, states)
         return F.mse_loss(velocity, noise - latents)
 
-    def velocity(
-        self, latents: torch.Tensor, timesteps: torch.Tensor, text_states: torch.Tensor
-    ) -> torch.Tensor:
+    def velocity(self, latents: torch.Tensor, timesteps: torch.Tensor, text_states: torch.Tensor) -> torch.Tensor:
         """Direction from data to noise, fp32 of shape [B, *LATENT_SHAPE].
 
         Timesteps are integers because a noise level rounded to bf16 would be another noise level.
@@ -100,9 +96,7 @@ class VideoDiffusion(nn.Module):
         return torch.stack([self._text_states[caption] for caption in captions])
 
     @torch.no_grad()
-    def sample(
-        self, captions: Sequence[str], settings: SamplingSettings, generator: torch.Generator
-    ) -> torch.Tensor:
+    def sample(self, captions: Sequence[str], settings: SamplingSettings, generator: torch.Generator) -> torch.Tensor:
         """Clips for captions, uint8 of shape [B, CLIP_FRAMES, 3, 72, 128].
 
         Euler steps with classifier-free guidance. Collective: every rank needs the same number of steps, but
@@ -110,22 +104,16 @@ class VideoDiffusion(nn.Module):
         """
         device = generator.device
         scheduler = FlowMatchEulerDiscreteScheduler(NUM_TIMESTEPS, shift=self.flow.noise_shift)
-        scheduler.set_timesteps(
-            sigmas=np.linspace(1, 1 / settings.steps, settings.steps).tolist(), device=device
-        )
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / settings.steps, settings.steps).tolist(), device=device)
         states = self.encode_captions([*captions, *[""] * len(captions)])
         latents = torch.randn((len(captions), *LATENT_SHAPE), generator=generator, device=device)
         for time in scheduler.timesteps:
             timesteps = time.round().long().expand(len(states))
             guided, free = self.velocity(latents.repeat(2, 1, 1, 1, 1), timesteps, states).chunk(2)
-            latents = scheduler.step(
-                free + settings.guidance * (guided - free), time, latents, return_dict=False
-            )[0]
+            latents = scheduler.step(free + settings.guidance * (guided - free), time, latents, return_dict=False)[0]
         return self.vae.decode(latents.transpose(1, 2))
 
-    def _draw_conditions(
-        self, batch_size: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, list[bool]]:
+    def _draw_conditions(self, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, list[bool]]:
         """Timesteps (logit-normal, then shifted; int64 in 1..NUM_TIMESTEPS) and which captions to drop."""
         device = generator.device
         sigmas = torch.randn(batch_size, generator=generator, device=device).sigmoid()

@@ -69,9 +69,7 @@ def write_contact_sheet(path: Path, clips: Sequence[SampledClip]) -> None:
     grid[0][0].set_title(f"FILM, held-out shots\n{clips[0].caption}", fontsize=9, loc="left", pad=3)
     grid[0][1].set_title("SAMPLED for the same captions\n", fontsize=9, loc="left", pad=3)
     figure.text(0.01, 0.005, f"Film: {ATTRIBUTION}", fontsize=7)
-    figure.subplots_adjust(
-        left=0.01, right=0.99, top=1 - 0.55 / figure.get_figheight(), bottom=0.02, wspace=0.02
-    )
+    figure.subplots_adjust(left=0.01, right=0.99, top=1 - 0.55 / figure.get_figheight(), bottom=0.02, wspace=0.02)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

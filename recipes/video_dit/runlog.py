@@ -75,9 +75,7 @@ class _Writer:
         self._metrics.flush()
         for name, value in scalars.items():
             self._tensorboard.add_scalar(f"train/{name}", value, step)
-        line = "loss {loss:.3f}  {samples_per_second:.1f} samples/s  grad norm {grad_norm:.2f}".format(
-            **scalars
-        )
+        line = "loss {loss:.3f}  {samples_per_second:.1f} samples/s  grad norm {grad_norm:.2f}".format(**scalars)
         self._progress.update(self._task, completed=step, description=line)
         if not self._console.is_terminal and (step % 10 == 0 or step == self._steps):
             self._console.print(f"step {step}/{self._steps}  {line}")  # a log file shows no moving bar

@@ -16,10 +16,10 @@ class TransformerSettings(_Section):
     """Shape of the Wan transformer. `patch_size` divides the latents' 16 frames x 9 rows x 16 columns."""
 
     num_layers: PositiveInt = 4
-    num_heads: PositiveInt = 8
-    head_dim: PositiveInt = 32
+    num_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
     ffn_dim: PositiveInt = 1024
-    patch_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (2, 3, 2)
+    patch_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (8, 1, 2)
 
 
 class FlowSettings(_Section):
@@ -30,7 +30,7 @@ class FlowSettings(_Section):
 
 
 class OptimizerSettings(_Section):
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 2e-3
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.01
     warmup_steps: PositiveInt = 20

@@ -36,12 +36,13 @@ HERE = Path(__file__).parent
 class Trainer:
     """A sharded module with its optimizer and schedule."""
 
-    module: lz.ShardedModule
+    module: VideoDiffusion  # and an lz.ShardedModule, since lz.shard
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     order: DataOrder
     max_grad_norm: float
     device: torch.device
+    num_params: int
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; returns this rank's mean loss and the global gradient norm before clipping."""
@@ -61,9 +62,7 @@ class Trainer:
         clips = self.order.micro_batch(step, index)
         frames = torch.stack([clip_frames(clip) for clip in clips]).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.order.noise_seed(step, index))
-        loss = self.module(
-            frames, [clip.caption for clip in clips], [clip.index for clip in clips], generator
-        )
+        loss = self.module(frames, [clip.caption for clip in clips], [clip.index for clip in clips], generator)
         (loss / self.order.micro_batches).backward()
         return loss.detach()
 
@@ -83,6 +82,7 @@ def start_distributed() -> torch.device:
 def build_trainer(settings: Settings, engine: lz.LayerZeROConfig, device: torch.device) -> Trainer:
     torch.manual_seed(settings.seed)
     module = VideoDiffusion(settings.transformer, settings.flow).to(device)
+    num_params = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     lz.shard(module, engine)
     lz.forward_method(module, "velocity")  # sampling calls it outside of forward
     options = settings.optimizer
@@ -99,7 +99,7 @@ def build_trainer(settings: Settings, engine: lz.LayerZeROConfig, device: torch.
         settings.micro_batches,
     )
     schedule = warmup_cosine(optimizer, options, settings.steps)
-    return Trainer(module, optimizer, schedule, order, options.max_grad_norm, device)
+    return Trainer(module, optimizer, schedule, order, options.max_grad_norm, device, num_params)
 
 
 def warmup_cosine(
@@ -111,9 +111,7 @@ def warmup_cosine(
         if step < options.warmup_steps:
             return (step + 1) / options.warmup_steps
         progress = (step - options.warmup_steps) / max(1, steps - options.warmup_steps)
-        return options.final_lr_ratio + (1 - options.final_lr_ratio) * 0.5 * (
-            1 + math.cos(math.pi * progress)
-        )
+        return options.final_lr_ratio + (1 - options.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, ratio)
 
@@ -134,14 +132,10 @@ def sample_held_out(trainer: Trainer, settings: Settings) -> list[report.Sampled
     gathered = [torch.empty_like(sampled) for _ in range(num_ranks)]
     dist.all_gather(gathered, sampled.contiguous())
     pairs = zip(wanted, torch.cat(gathered).cpu(), strict=True)
-    return [report.SampledClip(clip.caption, clip_frames(clip), frames) for clip, frames in pairs][
-        : len(clips)
-    ]
+    return [report.SampledClip(clip.caption, clip_frames(clip), frames) for clip, frames in pairs][: len(clips)]
 
 
-def write_results(
-    output: Path, losses: list[float], engine_report: str, sampled: list[report.SampledClip]
-) -> None:
+def write_results(output: Path, losses: list[float], engine_report: str, sampled: list[report.SampledClip]) -> None:
     report.write_loss_curve(output / "loss.png", losses)
     if sampled:
         report.write_contact_sheet(output / "samples.png", sampled)
@@ -153,7 +147,6 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
     device = start_distributed()
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     trainer = build_trainer(settings, engine, device)
     clips_per_step = settings.batch_size * settings.micro_batches * dist.get_world_size()
     ready = time.perf_counter()
@@ -168,6 +161,7 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
         write_results(output, log.losses, engine_report, sampled)
         tenths = report.Tenths.of(log.losses)
         summary = {
+            "num_trained_params": trainer.num_params,
             "num_ranks": dist.get_world_size(),
             "steps": settings.steps,
             "clips_per_step": clips_per_step,
@@ -183,8 +177,7 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
 
 def main(
     config: Annotated[Path, typer.Option(help="Settings of the run (YAML).")] = HERE / "demo.yaml",
-    engine: Annotated[Path, typer.Option(help="LayerZeRO configuration (YAML or JSON).")] = HERE
-    / "layerzero.yaml",
+    engine: Annotated[Path, typer.Option(help="LayerZeRO configuration (YAML or JSON).")] = HERE / "layerzero.yaml",
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the settings'.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Clips per rank and micro-batch.")] = None,

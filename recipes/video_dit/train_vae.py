@@ -60,9 +60,7 @@ def measure_latents(vae: FrameVAE, frames: torch.Tensor) -> None:
 
 @torch.no_grad()
 def reconstruction_psnr(vae: FrameVAE, frames: torch.Tensor) -> float:
-    batches = [
-        to_frames(vae.reconstruct(vae.posterior(to_pixels(batch)).mode())) for batch in frames.split(64)
-    ]
+    batches = [to_frames(vae.reconstruct(vae.posterior(to_pixels(batch)).mode())) for batch in frames.split(64)]
     return psnr(torch.cat(batches), frames)
 
 

@@ -120,11 +120,7 @@ class AxisComm:
         if wire.device.type == "cpu":
             received = torch.empty_like(wire)
             dist.all_to_all_single(received, wire, group=self.group)
-            first, *others = received.view(self.size, -1)
-            mean = first.to(torch.float32, copy=True)
-            for other in others:
-                mean.add_(other)
-            return mean.mul_(1.0 / self.size)
+            return _sum_in_fp32(received.view(self.size, -1)).mul_(1.0 / self.size)
         shard = wire.new_empty(wire.numel() // self.size)
         _reduce_scatter(shard, wire, op=dist.ReduceOp.AVG, group=self.group)
         return shard.float()
@@ -183,6 +179,16 @@ class Control:
         self.traffic.add("control", CONTROL, _nbytes(tensor) * (self.size - 1))
         _all_gather(out, tensor, group=self.group)
         return out.cpu()
+
+
+def _sum_in_fp32(rows: torch.Tensor) -> torch.Tensor:
+    """Sum over dim 0 of ``rows`` [m, n] in fp32 [n]; always a new tensor."""
+    if len(rows) > 8:
+        return rows.sum(0, dtype=torch.float32)
+    total = rows[0].to(torch.float32, copy=True)
+    for row in rows[1:]:  # adds without a copy of all rows in fp32, which `sum` makes of half precision
+        total.add_(row)
+    return total
 
 
 def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:

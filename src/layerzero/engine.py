@@ -19,10 +19,12 @@ Whatever is not over by then is over at the end of the backward, which autograd 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from layerzero.collectives import Control, Traffic
@@ -103,8 +105,14 @@ class Engine:
     def begin_pass(self) -> None:
         """The outermost forward starts, outside a backward."""
         grad_enabled = torch.is_grad_enabled()
-        order = self.schedule.begin_pass(grad_enabled)
-        self.refresher.begin_pass(grad_enabled, order, self._release)
+        self.schedule.begin_pass(grad_enabled)
+        kept = [u for u in self.units if u.kept_for_backward]
+        for unit in kept:
+            unit.kept_for_backward = False
+        self.refresher.begin_pass(grad_enabled, reversed(self.reducer.order), self._release)
+        for unit in kept:  # what a backward will read has to be there, and be the present values
+            self.schedule.demand(unit, in_backward=False)
+            self._keep_for_backward(unit)
 
     def end_pass(self) -> None:
         """The outermost forward is over."""
@@ -114,6 +122,7 @@ class Engine:
             for unit in self.units:
                 if unit.is_root:
                     self._release(unit)
+        self.schedule.to_rest()
 
     def pre_forward(self, unit: Unit, in_backward: bool) -> None:
         """``unit``'s parameters are needed from here on."""
@@ -154,10 +163,24 @@ class Engine:
         if unit.forward_depth:
             return
         if torch.is_grad_enabled() and unit.num_trainable:
-            unit.kept_for_backward = True
-            unit.register_sharded()
+            self._keep_for_backward(unit)
         else:
             self._release(unit)
+
+    @torch.no_grad()
+    def write_back(self, units: Sequence[Unit]) -> None:
+        """Keep edits of unsharded parameters. Collective, so that an edit seen on one rank is refreshed on all."""
+        groups = [g for u in units for g in u.groups]
+        changed = torch.tensor([g.write_back() for g in groups], dtype=torch.int32, device=self.lanes.device)
+        if groups:
+            self.control.all_reduce(changed, dist.ReduceOp.MAX)
+        for group, is_changed in zip(groups, changed.tolist(), strict=True):
+            group.stale = group.stale or (bool(is_changed) and group.trainable)
+
+    @staticmethod
+    def _keep_for_backward(unit: Unit) -> None:
+        unit.kept_for_backward = True
+        unit.register_sharded()
 
     def _release(self, unit: Unit) -> None:
         if not unit.forward_depth and not unit.active:
@@ -171,13 +194,14 @@ class Engine:
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
         if _inside_nested_backward():
+            self._abandon_backward()
             raise ShardingError(
                 "a reentrant activation checkpoint surrounds the whole backward of the sharded model, so the end of "
                 "the backward can't be seen. Use checkpoint(..., use_reentrant=False), or checkpoint inside the model."
             )
         self.reducer.sync = self.sync
         self.schedule.enter_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
     def pre_backward(self, use: Use) -> None:
         """A gradient arrived at an output of this use of the unit."""
@@ -245,9 +269,15 @@ class Engine:
             self._clear_backward_state()
             self.reducer.finish()
             self.schedule.end_backward()
+            self.refresher.backward_over()
             if self.reducer.sync:
                 self.refresher.wait()
                 self.refresher.mark_all_stale()
+
+    def backward_dropped(self, graph_task: int) -> None:
+        """Autograd gave up the backward with this id; without effect after `end_backward`."""
+        if self._in_backward and self._graph_task == graph_task:
+            self._abandon_backward()
 
     def _clear_backward_state(self) -> None:
         self._in_backward = False
@@ -269,6 +299,20 @@ class Engine:
                 param.unsharded.grad = None
             if unit.phase is not Phase.SHARDED and not unit.forward_depth:
                 self.schedule.reshard(unit)
+
+
+class _BackwardEnd:
+    """What autograd calls at the end of a backward. It drops it uncalled when the backward raised."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def __call__(self) -> None:
+        self._engine.end_backward()
+
+    def __del__(self) -> None:
+        self._engine.backward_dropped(self._graph_task)
 
 
 def _inside_nested_backward() -> bool:

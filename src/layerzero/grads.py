@@ -57,13 +57,21 @@ class GradSource:
             values = torch._foreach_norm([g for _, g in filled], order)
             where = torch.tensor([i for i, _ in filled], device=norms.device)
             norms[where] = torch.stack(list(values)).float()
-        if order == float("inf"):
-            return self._control.all_reduce(norms, dist.ReduceOp.MAX)
+        if order == float("inf"):  # some backends' MAX drops nan, so it travels beside
+            both = torch.stack([norms.nan_to_num(nan=order, posinf=order), norms.isnan().float()])
+            largest, has_nan = self._control.all_reduce(both, dist.ReduceOp.MAX)
+            return largest.masked_fill(has_nan > 0, float("nan"))
         return self._control.all_reduce(norms.pow_(order), dist.ReduceOp.SUM).pow_(1.0 / order)
 
     def any_rank(self, found_inf: torch.Tensor) -> None:
         """In place: the largest value over all ranks."""
         self._control.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+def refuse_pending(grad: torch.Tensor | None) -> None:
+    """Raise if ``grad`` is a gradient that is still being accumulated."""
+    if isinstance(grad, GradShard) and grad.pending:
+        raise ShardingError(_REFUSED_WHILE_PENDING.format(fqn=grad._fqn))
 
 
 _REFUSED_WHILE_PENDING = (
@@ -76,14 +84,15 @@ class GradShard(torch.Tensor):
     """This rank's slice of one parameter's gradient, fp32, shaped like the parameter at rest.
 
     Attributes:
-        local: the same elements as a plain tensor.
         param_id: ``id`` of the sharded parameter.
         pending: the gradient is still being accumulated under ``no_sync()``; only zeroing is allowed.
+        carried: pending, and `local` holds an earlier synchronised gradient that the next one is added to.
     """
 
-    local: torch.Tensor
     param_id: int
     pending: bool
+    carried: bool
+    _local: torch.Tensor
     _fqn: str
     _layerzero_zeroed: bool
     _source: weakref.ref[GradSource]
@@ -92,13 +101,24 @@ class GradShard(torch.Tensor):
     def make(cls, local: torch.Tensor, param: Param, source: GradSource, pending: bool = False) -> GradShard:
         """Wrap ``local``."""
         shard = local.as_subclass(cls)
-        shard.local = local
+        shard._local = local
         shard.param_id = id(param.sharded)
         shard.pending = pending
+        shard.carried = False
         shard._fqn = param.info.fqn
         shard._layerzero_zeroed = False
         shard._source = weakref.ref(source)
         return shard
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The same elements as a plain tensor.
+
+        Raises:
+            ShardingError: while the gradient is pending.
+        """
+        refuse_pending(self)
+        return self._local
 
     def source(self) -> GradSource:
         """Where global answers come from."""
@@ -126,7 +146,7 @@ class GradShard(torch.Tensor):
         written = _shards_in(args[:1])
         if written and (name.endswith("_") or name in ("__set__", "__setitem__") or name.startswith("__i")):
             for shard in written:
-                shard._layerzero_zeroed = name in ("zero_", "_foreach_zero_")
+                shard._layerzero_zeroed |= name in ("zero_", "_foreach_zero_")
                 shard.source().invalidate()
             return args[0] if isinstance(args[0], GradShard) and isinstance(out, torch.Tensor) else out
         return out
@@ -156,7 +176,7 @@ def _shards_in(values: Sequence[Any]) -> list[GradShard]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, GradShard):
-        return value.local
+        return value._local
     if isinstance(value, list | tuple):
         return type(value)(_plain(v) for v in value)
     if isinstance(value, dict):
@@ -171,12 +191,14 @@ def _on_pending(func: Any, name: str, shards: list[GradShard], args: Any, kwargs
     if name in ("zero_", "_foreach_zero_"):
         for shard in shards:
             shard._layerzero_zeroed = True
+            shard.carried = False
         return args[0]
     if name in _PENDING_ALLOWED:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    first = next(s for s in shards if s.pending)
-    raise ShardingError(_REFUSED_WHILE_PENDING.format(fqn=first._fqn))
+    for shard in shards:
+        refuse_pending(shard)
+    raise AssertionError("called without a pending gradient")
 
 
 # ------------------------------------------------------------------ reductions with a global answer
@@ -248,7 +270,7 @@ def attach_grads(unit: Unit, source: GradSource) -> None:
                 continue
             view = group.grad_view(main_grad, i)
             old = p.grad
-            if old is not None and not getattr(old, "pending", False):
+            if old is not None and (getattr(old, "carried", False) or not getattr(old, "pending", False)):
                 view.add_(_plain(old))
             elif not group.layout.axes.sizes and i not in group.with_grad:
                 p.grad = None
@@ -262,8 +284,11 @@ def attach_pending(unit: Unit, source: GradSource) -> None:
     for group in unit.trainable_groups:
         for param in group.params:
             p = param.sharded
-            if p.requires_grad and p.grad is None:
+            old = p.grad
+            if p.requires_grad and old is None:
                 local = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
                 p.grad = GradShard.make(local, param, source, pending=True)
-            elif p.grad is not None and getattr(p.grad, "_layerzero_zeroed", False):
-                p.grad._layerzero_zeroed = False  # type: ignore[attr-defined]
+            elif isinstance(old, GradShard):
+                old.carried = old.carried or not old.pending
+                old.pending = True
+                old._layerzero_zeroed = False

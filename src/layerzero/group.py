@@ -67,6 +67,17 @@ class Param:
         self.sharded: nn.Parameter  # set by the group once its buffers exist
 
 
+@dataclass
+class _Reduction:
+    """One reduction under way; one that an exception abandoned must not get in the way of the next."""
+
+    value: torch.Tensor | None = None
+    handed_over: torch.Tensor | None = None  # from the reduce lane to the sync lane
+
+    def drop_handed_over(self) -> None:
+        self.handed_over = None
+
+
 class ParamGroup:
     """Parameters of one unit with equal dtype and ``requires_grad``, in one flat buffer.
 
@@ -110,8 +121,7 @@ class ParamGroup:
         self._make_sharded()
         self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
         self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
-        self._in_flight: torch.Tensor | None = None
-        self._handed_over: torch.Tensor | None = None
+        self._reduction: _Reduction | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
         self._version = self.main._version if self.main is not None else 0
@@ -140,9 +150,10 @@ class ParamGroup:
     def check_storage(self) -> None:
         """Raise if a parameter no longer lies in the flat buffer."""
         flat = self.model if self.main is None else self.main
-        start, item = flat.data_ptr(), flat.element_size()
-        for param, (offset, held) in zip(self.params, self._offsets, strict=True):
-            if held.numel and param.sharded.data_ptr() != start + offset * item:
+        storage = flat.untyped_storage().data_ptr()
+        for param, (offset, _) in zip(self.params, self._offsets, strict=True):
+            p = param.sharded  # ranks that hold nothing of it notice too, so that all raise together
+            if p.untyped_storage().data_ptr() != storage or p.storage_offset() != offset:
                 raise ShardingError(
                     f"parameter {param.info.fqn!r} was moved out of the engine's buffer (`p.data = ...`, "
                     f"module.to(...) or similar): its new values would be ignored. Write into it instead "
@@ -194,7 +205,8 @@ class ParamGroup:
     def reduce(self, sync: bool) -> Event:
         """Pack the gradients and start their reduction; accumulate only unless ``sync``."""
         rt, axes = self._rt, self.layout.axes
-        self._drop_zeroed()
+        zeroed = [i for i, p in enumerate(self.params) if p.sharded.grad is None or is_zeroed(p.sharded.grad)]
+        self.with_grad.difference_update(zeroed)
         grads = [param.unsharded.grad for param in self.params]
         if axes.sizes:
             slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
@@ -207,8 +219,10 @@ class ParamGroup:
         for param in self.params:
             param.unsharded.grad = None
         split = max(axes.num_grads, 1) if axes.sizes else 0
+        reduction = self._reduction = _Reduction()
 
         def inner() -> None:
+            self._drop_accumulated(zeroed)
             value = wire
             for axis in range(axes.num_grads):
                 value = rt.comms.reduce[axis].reduce_scatter_mean(value.to(rt.reduce_dtype))
@@ -216,25 +230,22 @@ class ParamGroup:
             if sync:
                 for axis in range(axes.num_grads, split):
                     value = self._reduce_axis(value, axis, rt.comms.reduce)
-                self._in_flight = value
+                reduction.value = value
 
         def outer() -> None:
-            value = self._handed_over = self._in_flight
+            value = reduction.handed_over = reduction.value
             assert value is not None
             for axis in range(split, len(axes.sizes)):
                 value = self._reduce_axis(value, axis, rt.comms.sync)
-            self._in_flight = value
+            reduction.value = value
 
         event = rt.lanes.reduce.run(inner, after=[rt.lanes.compute()])
         if slot >= 0:
             rt.pack_buffers.reading(slot, event)
         if sync and len(axes.sizes) > split:
             event = rt.lanes.sync.run(outer, after=[event])
-            rt.hand_overs.add(event, self._drop_handed_over)
+            rt.hand_overs.add(event, reduction.drop_handed_over)
         return event
-
-    def _drop_handed_over(self) -> None:
-        self._handed_over = None
 
     def _reduce_axis(self, value: torch.Tensor, axis: int, comms: dict[int, AxisComm]) -> torch.Tensor:
         wire = value.to(self._rt.reduce_dtype)
@@ -274,34 +285,36 @@ class ParamGroup:
 
     def take_main_grad(self) -> torch.Tensor:
         """The synchronised gradient [main numel], fp32; call after the reduction's event."""
-        value, self._in_flight = self._in_flight, None
-        assert value is not None
-        return value.float()
+        reduction, self._reduction = self._reduction, None
+        assert reduction is not None and reduction.value is not None
+        return reduction.value.float()
 
     def grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index``'s slice of ``main_grad``, shaped like the sharded parameter."""
         offset, held = self._offsets[index]
         return held_view(main_grad, offset, held, len(self.params[index].info.global_shape))
 
-    def write_back(self, indices: Sequence[int]) -> None:
-        """Keep edits of unsharded parameters: copy this rank's part of them to where it lives at rest."""
-        flat = self.model if self.main is None else self.main
-        for i in indices:
-            offset, held = self._offsets[i]
-            start = self.layout.params[i].start + held.start
-            flat[offset : offset + held.numel].copy_(self.unsharded[start : start + held.numel])
-        self.stale = self.stale or (bool(indices) and self.trainable)
+    def write_back(self) -> bool:
+        """Keep edits of the unsharded parameters: copy what differs to where this rank's part lives at rest.
 
-    def _drop_zeroed(self) -> None:
-        """Forget micro-batches that were accumulated for parameters whose grad was zeroed since."""
+        Elements that were not edited keep the precision they have there. Returns whether any was.
+        """
+        flat = self.model if self.main is None else self.main
+        edited = self.unsharded[self.slice.start : self.slice.stop]
+        bits, before = edited.view(torch.uint8), flat.to(self.dtype).view(torch.uint8)
+        differs = (bits != before).view(-1, edited.element_size()).any(1)
+        if not bool(differs.any()):
+            return False
+        flat.copy_(torch.where(differs, edited.to(flat.dtype), flat))
+        return True
+
+    def _drop_accumulated(self, zeroed: Sequence[int]) -> None:
+        """Lane job: forget earlier micro-batches of parameters whose grad was zeroed since."""
         if self.grad_accum is None:
             return
-        zeroed = [i for i, p in enumerate(self.params) if p.sharded.grad is None or is_zeroed(p.sharded.grad)]
         if len(zeroed) == len(self.params):
             self.grad_accum = None
-            self.with_grad.clear()
             return
-        self.with_grad.difference_update(zeroed)
         for i in zeroed:
             r = self.layout.slice(self._rt.rank, self.layout.axes.num_grads)
             part = self.layout.params[i].intersect(r).shift(-r.start)

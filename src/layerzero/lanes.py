@@ -129,9 +129,10 @@ class _StreamEvent:
 class StreamLane:
     """One high-priority stream of an accelerator."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device, priority=-1)
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """``module`` is the device's torch module, such as `torch.cuda`."""
+        self._module = module
+        self._stream = module.Stream(device=device, priority=-1)
 
     def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
         with self._module.stream(self._stream), torch.no_grad():
@@ -188,6 +189,9 @@ class LateLane:
 # ---------------------------------------------------------------------------- the engine's four
 
 
+_NAMES = ("unshard", "refresh", "reduce", "sync")
+
+
 @dataclass
 class Lanes:
     """The engine's lanes. Each that communicates has process groups of its own.
@@ -206,25 +210,29 @@ class Lanes:
     sync: Lane
     poison: bool
     device: torch.device
+    module: Any = None  # the device's torch module where lanes are streams
 
     @classmethod
     def make(cls, device: torch.device) -> Lanes:
         """Lanes for ``device``; adversarial ones inside :func:`adversarial`."""
         kind, seed = _kind.get()
-        names = ("unshard", "refresh", "reduce", "sync")
         if kind != "auto":
             rng = random.Random(seed) if kind == "random" else None
-            return cls(*(LateLane(rng) for _ in names), poison=True, device=device)
+            return cls(*(LateLane(rng) for _ in _NAMES), poison=True, device=device)
         if device.type in ("cpu", "meta"):
-            return cls(*(ThreadLane(name) for name in names), poison=False, device=device)
-        return cls(*(StreamLane(device) for _ in names), poison=False, device=device)
+            return cls(*(ThreadLane(name) for name in _NAMES), poison=False, device=device)
+        return cls.on_streams(torch.get_device_module(device), device)
+
+    @classmethod
+    def on_streams(cls, module: Any, device: torch.device) -> Lanes:
+        """Lanes that are streams of ``module``."""
+        return cls(*(StreamLane(module, device) for _ in _NAMES), poison=False, device=device, module=module)
 
     def compute(self) -> Event:
         """An event for all compute issued so far by the calling thread."""
-        if self.device.type in ("cpu", "meta"):
+        if self.module is None:
             return DONE  # CPU compute is finished when its call returns
-        module = torch.get_device_module(self.device)
-        return _StreamEvent(module, module.current_stream())
+        return _StreamEvent(self.module, self.module.current_stream())
 
 
 @contextlib.contextmanager

@@ -23,7 +23,16 @@ from math import prod
 from layerzero.sharding import Axes
 
 ALIGNMENT = 64
-"""Elements that every rank's slice is a multiple of: 128 bytes of bf16, so slices stay aligned."""
+"""Elements that every rank's slice is a multiple of where that costs little: 128 bytes of bf16."""
+
+MIN_ALIGNMENT = 8
+"""The same where parameters are few or ranks many: 16 bytes of bf16, one vector load."""
+
+
+def alignment(numel: int, world_size: int) -> int:
+    """The largest power of two up to `ALIGNMENT` that pads ``numel`` elements by 0.1 % at most, if any does."""
+    fits = [a for a in (64, 32, 16) if a * world_size * 1000 <= numel]
+    return fits[0] if fits else MIN_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class GroupLayout:
     """Layout of one param group's flat buffer.
 
     Parameters lie end to end. Those whose size is a multiple of `ALIGNMENT` come first, so that odd-sized
-    ones misalign nothing but each other; the tail is padded to a multiple of ``world size x ALIGNMENT``.
+    ones misalign nothing but each other; the tail is padded to a multiple of ``world size x alignment``.
 
     Attributes:
         shapes: global shape of every parameter, in registration order.
@@ -73,7 +82,7 @@ class GroupLayout:
         starts = accumulate((numels[i] for i in order), initial=0)
         ranges = {i: Range(start, start + numels[i]) for i, start in zip(order, starts, strict=False)}
         object.__setattr__(self, "params", tuple(ranges[i] for i in range(len(numels))))
-        multiple = self.axes.world_size * ALIGNMENT
+        multiple = self.axes.world_size * alignment(sum(numels), self.axes.world_size)
         object.__setattr__(self, "numel", -(-sum(numels) // multiple) * multiple)
         self._check()
 

@@ -13,11 +13,9 @@ from torch import nn
 
 from layerzero.engine import Engine
 from layerzero.errors import ShardingError
-from layerzero.group import Param
 from layerzero.guard import guarded_methods, names_in_traceback
 from layerzero.hooks import REMEDIES, ModuleHook, describe
 from layerzero.state import full_state_dict as _full_state_dict
-from layerzero.unit import Phase
 
 hooks_by_module: weakref.WeakKeyDictionary[nn.Module, ModuleHook] = weakref.WeakKeyDictionary()
 """The hook of every module in a sharded tree, ignored ones excepted."""
@@ -107,7 +105,7 @@ def _explain(module: nn.Module, error: Exception) -> str | None:
         for reader in (owner, *owner.children()):
             hook = hooks_by_module.get(reader)
             for unit in hook.units if hook is not None else ():
-                for param in unit.params if unit.phase is Phase.SHARDED else ():
+                for param in unit.params if not unit.registered else ():
                     if any(key in names and slots is reader._parameters for slots, key in param.slots):
                         return (
                             f"{describe(param)} was read in a method of {type(owner).__name__} outside the unit's "
@@ -148,17 +146,14 @@ def _unsharded(module: nn.Module) -> Iterator[None]:
     if outermost:
         engine.begin_pass()
     engine.forward_depth += 1
-    versions: dict[Param, int] = {}
     for unit in units:
         engine.pre_forward(unit, in_backward=False)
         unit.held += 1
-        versions |= {p: p.unsharded._version for p in unit.params}
     try:
         yield
     finally:
+        engine.write_back(units)
         for unit in units:
-            for group in unit.groups:
-                group.write_back([i for i, p in enumerate(group.params) if p.unsharded._version != versions[p]])
             unit.held -= 1
             unit.forward_depth -= 1
             engine.after_unsharded(unit)

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from layerzero.engine import Engine
 from layerzero.errors import ShardingError
+from layerzero.grads import refuse_pending
 
 _ELEMENTWISE = {
     "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion",
@@ -74,6 +75,9 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     known = _seen.get(optimizer)
     if known is None or known[0] != sum(len(group["params"]) for group in optimizer.param_groups):
         _seen[optimizer] = _inspect(optimizer)
+    for group in optimizer.param_groups:  # before weight decay, which some optimizers apply without the gradient
+        for p in group["params"]:
+            refuse_pending(p.grad)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

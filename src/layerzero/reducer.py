@@ -45,6 +45,11 @@ class Reducer:
         self._recorded = False
         self.sync = True
 
+    @property
+    def order(self) -> list[Unit]:
+        """Units with trainable parameters as they are reduced; the same on every rank."""
+        return self._order
+
     def ready(self, unit: Unit) -> None:
         """``unit`` has all gradients this backward will give it."""
         unit.grads_ready = True

@@ -5,10 +5,13 @@ Tensor versions show most in-place edits but neither ``AdamW(fused=True)`` nor w
 and a decision to refresh must be the same on every rank because refreshing is collective. Hence:
 
 * After a synchronised backward, an optimizer step or a load everything is stale. All ranks know.
-* From one grad-enabled pass to the next without any of these (micro-batches, several forwards before a
-  backward) the cache is trusted, up to versions. This is the path that must cost nothing.
-* Around any other pass (evaluation, the first one after it, the first one of all) a weighted checksum of
-  `main` is compared with the one taken then, and the ranks agree on the result in one small message.
+* In the forward that follows an unsynchronised backward (micro-batches) the cache is trusted, up to
+  versions. This is the path that must cost nothing.
+* Around any other pass (evaluation, the first one after it, a forward while an earlier one has not had its
+  backward) a weighted checksum of `main` is compared with the one taken then, and the ranks agree on the
+  result in one small message. Training passes keep a checksum only once such a forward has been seen.
+
+The order of refreshes is the same on every rank, whatever order its units run in.
 """
 
 from __future__ import annotations
@@ -23,18 +26,22 @@ from layerzero.group import ParamGroup
 from layerzero.lanes import Lanes
 from layerzero.unit import Unit
 
+_CHECKSUM_CHUNK = 1 << 20
+
 
 class Refresher:
     """Decides at the start of a pass which units to refresh, and starts it on the refresh lane."""
 
     def __init__(self, units: Sequence[Unit], lanes: Lanes, control: Control) -> None:
         self._units = [u for u in units if any(not g.aliased for g in u.trainable_groups)]
-        self._trainable_units = [u for u in units if u.trainable_groups]
+        self._all_units = list(units)
         self._all_trainable = [g for u in units for g in u.trainable_groups]
         self._aliased = [g for g in self._all_trainable if g.aliased]
         self._lanes = lanes
         self._control = control
-        self._window_open = False
+        self._window_open = False  # the last pass was a training one, and nothing marked all stale since
+        self._unfinished = False  # that pass has not had a backward
+        self._keep_checksums = False
 
     def mark_all_stale(self) -> None:
         """Something every rank knows of changed the main parameters."""
@@ -42,30 +49,33 @@ class Refresher:
         for group in self._all_trainable:
             group.stale = True
 
+    def backward_over(self) -> None:
+        """The last pass had its backward."""
+        self._unfinished = False
+
     def begin_pass(self, grad_enabled: bool, order: Iterable[Unit], release: Callable[[Unit], None]) -> None:
-        """Refresh what is stale, soonest needed first; ``release`` what is still gathered from before."""
-        if self._window_open and grad_enabled:
-            for unit in self._trainable_units:
-                for group in unit.trainable_groups:
-                    if group.changed_in_place():
-                        group.stale = True
-                        release(unit)
+        """Refresh what is stale, soonest needed first; ``release`` what is still gathered from before.
+
+        ``order`` is the same on every rank.
+        """
+        if self._window_open and grad_enabled and not self._unfinished:
+            for group in self._all_trainable:
+                group.stale = group.stale or group.changed_in_place()
         else:
+            self._keep_checksums = self._keep_checksums or (self._window_open and grad_enabled)
             self._verify()
-            for unit in self._trainable_units:
+            for unit in self._all_units:
                 release(unit)
         for group in self._aliased:
             if group.stale:
                 group.check_storage()
             group.mark_refreshed()
-        self._window_open = grad_enabled
+        self._window_open = self._unfinished = grad_enabled
+        keep_checksum = self._keep_checksums or not grad_enabled
         waiting = {u for u in self._units if any(g.stale for g in u.trainable_groups)}
-        for unit in [u for u in order if u in waiting]:
+        for unit in order:
             if unit in waiting:
-                waiting.discard(unit)
-                self._refresh(unit, keep_checksum=not grad_enabled)
-        for unit in [u for u in self._units if u in waiting]:
-            self._refresh(unit, keep_checksum=not grad_enabled)
+                self._refresh(unit, keep_checksum)
 
     def wait(self) -> None:
         """Order the caller after every refresh; before anything may write `main` again."""
@@ -112,6 +122,10 @@ def _changed(group: ParamGroup) -> bool:
 def checksum(group: ParamGroup) -> torch.Tensor:
     """Position-weighted integer sum of the bits of `main`: one int64 on the device."""
     assert group.main is not None
-    bits = group.main.detach().view(torch.int32).to(torch.int64)
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return (bits * weights).sum()
+    bits = group.main.detach().view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHECKSUM_CHUNK):  # bounds the memory of the products
+        part = bits[start : start + _CHECKSUM_CHUNK]
+        weights = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)
+        total += (part * weights).sum()
+    return total

@@ -202,7 +202,7 @@ def compare_strategies(
         sent = [0] * len(axes.sizes)
         for unit in engine.units:
             for group in unit.groups:
-                gathers = micro_batches * (1 if unit.is_root else 2)
+                gathers = micro_batches * engine.schedule.gathers_per_pass(unit)
                 for axis, nbytes in enumerate(
                     sent_per_axis(group.layout.numel, resolved, param, grad, gathers, micro_batches, group.trainable)
                 ):

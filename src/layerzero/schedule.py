@@ -60,12 +60,11 @@ class Schedule:
 
     # ------------------------------------------------------------------ passes
 
-    def begin_pass(self, grad_enabled: bool) -> list[Unit]:
-        """The outermost forward starts; the units in the order they will presumably be needed."""
+    def begin_pass(self, grad_enabled: bool) -> None:
+        """The outermost forward starts."""
         self._grad = grad_enabled
         if not grad_enabled or len(self._trace[True]) > _MAX_TRACE_PER_UNIT * len(self._units):
             self._restart(grad_enabled)
-        return self._records[grad_enabled] or list(self._units)
 
     def end_pass(self) -> None:
         """A pass is over: remember its order."""
@@ -116,11 +115,25 @@ class Schedule:
                 return upcoming is unit
         return False
 
+    def gathers_per_pass(self, unit: Unit) -> int:
+        """How often ``unit`` is gathered in a forward and backward of the recorded (else the registered) order."""
+        if unit.is_root:
+            return 1
+        order = [u for u in self._records[True] or [*self._units, *reversed(self._units)] if not u.is_root]
+        before = [None, *order]
+        return sum(now is unit and last is not unit for last, now in zip(before, order, strict=False))
+
     def backward_over(self, unit: Unit) -> None:
         """The unit's parameters are no longer needed by this backward."""
         self.reshard(unit)
         if not self._options.backward_prefetch_pre:
             self.prefetch(unit)
+
+    def to_rest(self) -> None:
+        """Make modules see slices, also of units whose bytes stay for the backward."""
+        for unit in self._live:
+            if unit.registered:
+                unit.register_sharded()
 
     def reshard(self, unit: Unit) -> None:
         """Give back the gathered parameters, once compute issued so far has read them."""
@@ -166,16 +179,16 @@ class Schedule:
     def prefetch(self, current: Unit) -> None:
         """Gather the units that the record names next, within the bound; free prefetches it does not name."""
         depth = self._options.prefetch_depth
-        ahead: list[Unit] = []
+        named: list[Unit] = []
         for unit in self._upcoming():
-            if len(ahead) >= depth:
-                break
-            if unit is not current and unit not in ahead and not unit.is_root and not unit.forward_depth:
-                ahead.append(unit)
+            if unit is not current and unit not in named and not unit.is_root and not unit.forward_depth:
+                named.append(unit)
+        ahead = named[:depth]
         if not self._options.limit:
             room = len(ahead)
         else:
-            for unit in [u for u in self._prefetched if u not in ahead and u is not current]:
+            # One more than `depth`: the unit around the running one gets its gradient in between, as current.
+            for unit in [u for u in self._prefetched if u not in named[: depth + 1] and u is not current]:
                 self._prefetched.remove(unit)
                 self.reshard(unit)
             counted = [u for u in self._live if u is not current and not u.is_root and not u.forward_depth]

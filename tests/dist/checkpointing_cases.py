@@ -112,6 +112,7 @@ def around_root(strategy: str, lane: str) -> None:
     x = data(twins.rank, 1, 4, 5).requires_grad_()
     with pytest.raises(lz.ShardingError, match=r"reentrant.*use_reentrant=False"):
         checkpoint(twins.model, x, use_reentrant=True).pow(2).mean().backward()
+    twins.check_params()
     twins.train(script, steps=2)
 
 

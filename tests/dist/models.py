@@ -52,3 +52,63 @@ def tokens_for(step: int, vocab: int, rows: int, length: int = 6) -> torch.Tenso
     """The whole (global) batch of a step, [rows, length] int64; ranks take their own rows of it."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(vocab, (rows, length), generator=generator)
+
+
+class IntegerModel(nn.Module):
+    """Small integer weights, no bias of rounding: with integer data every sum in training is exact."""
+
+    NUM_IN, NUM_OUT = 6, 3
+
+    def __init__(self, num_blocks: int = 2, dim: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Linear(self.NUM_IN, dim)
+        self.blocks = nn.ModuleList([IntegerBlock(dim) for _ in range(num_blocks)])
+        self.head = nn.Linear(dim, self.NUM_OUT, bias=False)
+        self.shift = nn.Parameter(torch.ones(()))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in self.parameters():
+                if p.ndim == 2:  # at most two entries a row, so that numbers stay small
+                    p.zero_()
+                    for row in p:
+                        where = torch.randperm(len(row), generator=generator)[:2]
+                        row[where] = torch.randint(2, (2,), generator=generator) * 2.0 - 1.0
+                elif p.ndim == 1:
+                    p.copy_(torch.randint(2, p.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.shift
+
+
+class IntegerBlock(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class TinyModel(nn.Module):
+    """Three elements in two units: most ranks hold none of them."""
+
+    NUM_IN, NUM_OUT = 1, 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False)])
+        self.pair = nn.Parameter(torch.tensor([1.0, 2.0]))
+        with torch.no_grad():
+            self.blocks[0].weight.fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x) * self.pair[0] + self.pair[1]
+
+
+def integers_for(step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Integers -1, 0, 1 as fp64, other ones in every step."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    return torch.randint(-1, 2, shape, generator=generator).double()

@@ -51,7 +51,7 @@ class Pool:
         replies = self._collect(world_size, timeout)
         errors = [f"rank {r}: {reply['error']}" for r, reply in enumerate(replies) if "error" in reply]
         if errors:
-            self.close()
+            self._kill()
             raise CaseError("\n".join(errors))
         return [reply["value"] for reply in replies]
 
@@ -89,7 +89,11 @@ class Pool:
         return [replies[r] for r in range(count)]
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers for good."""
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
         for worker in self._workers:
             worker.kill()
             worker.wait()

@@ -27,9 +27,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def fingerprints(trainer: train.Trainer) -> dict[str, str]:
-    return {
-        name: fingerprint(getattr(trainer.module, name)) for name in ("vae", "text_encoder", "transformer")
-    }
+    return {name: fingerprint(getattr(trainer.module, name)) for name in ("vae", "text_encoder", "transformer")}
 
 
 def build_and_remember(*args):
@@ -41,10 +39,7 @@ def build_and_remember(*args):
 def check_and_sample(trainer, settings):
     changed = {name for name, value in fingerprints(trainer).items() if value != before[name]}
     assert changed == {"transformer"}, f"changed by training: {changed}"
-    clips = [
-        [clip.index for clip in trainer.order.micro_batch(0, index)]
-        for index in range(settings.micro_batches)
-    ]
+    clips = [[clip.index for clip in trainer.order.micro_batch(0, index)] for index in range(settings.micro_batches)]
     facts = {"changed": sorted(changed), "clips": clips}
     (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(facts), encoding="utf-8")
     return sample_held_out(trainer, settings)
