@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import layerzero as lz
-import layerzero.build
-from layerzero.group import ParamGroup
+import layerzero.group
+from layerzero.group import _Reduction
 from layerzero.lanes import StreamLane
 from layerzero.module import engine_of
 from tests.dist import parity
@@ -18,10 +18,10 @@ from tests.dist.pool import Pool
 from tests.dist.streams import simulated_streams
 
 
-class _ForgetfulGroup(ParamGroup):
+class _Forgetful(_Reduction):
     """Lets go of what the reduce lane made as soon as the sync lane has been told to read it."""
 
-    _handed_over = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
+    handed_over = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
 def stream_case(strategy: str, micro: int, dtype: str, options: dict[str, Any], break_lane: str = "") -> dict[str, Any]:
@@ -32,7 +32,7 @@ def stream_case(strategy: str, micro: int, dtype: str, options: dict[str, Any], 
     run = StreamLane.run
     with simulated_streams() as detector:
         if break_lane == "hand over":
-            layerzero.build.ParamGroup = _ForgetfulGroup
+            layerzero.group._Reduction = _Forgetful
         options = {**parity.STRATEGIES[strategy], **options, "zero3_size": 2}
         lz.shard(model, units=[Block], param_dtype=dtype, buffer_dtype=dtype, **options)
         if break_lane and break_lane != "hand over":
@@ -42,7 +42,7 @@ def stream_case(strategy: str, micro: int, dtype: str, options: dict[str, Any], 
             got = parity.sharded(model, parity.Setup(micro, parity.lm_loss, parity.odd_batches(world, micro)))
         finally:
             StreamLane.run = run
-            layerzero.build.ParamGroup = ParamGroup
+            layerzero.group._Reduction = _Reduction
     parity.compare(want, got, before, dtype)
     return {"races": detector.races[:5], "streams": len(detector.num_ops)}
 
