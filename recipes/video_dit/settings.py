@@ -48,9 +48,9 @@ class Settings(_Section):
     """`batch_size` is clips per rank and micro-batch: a step sees batch_size x micro_batches x ranks clips."""
 
     seed: NonNegativeInt = 0
-    steps: PositiveInt = 200
+    steps: PositiveInt = 240
     micro_batches: PositiveInt = 2
-    batch_size: PositiveInt = 4
+    batch_size: PositiveInt = 2
     log_every: PositiveInt = 10
     transformer: TransformerSettings = TransformerSettings()
     flow: FlowSettings = FlowSettings()

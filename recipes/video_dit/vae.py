@@ -16,8 +16,8 @@ CONFIG = Path(__file__).parent / "vae.json"
 
 LATENT_CHANNELS = 8
 SPATIAL_FACTOR = 8
-PIXEL_BLOCK = 2
-NUM_LEVELS = 3
+PIXEL_BLOCK = 4
+NUM_LEVELS = 2
 
 
 def build_autoencoder() -> AutoencoderKL:
@@ -26,7 +26,7 @@ def build_autoencoder() -> AutoencoderKL:
         out_channels=3 * PIXEL_BLOCK**2,
         down_block_types=("DownEncoderBlock2D",) * NUM_LEVELS,
         up_block_types=("UpDecoderBlock2D",) * NUM_LEVELS,
-        block_out_channels=(32, 64, 96),
+        block_out_channels=(64, 96),
         layers_per_block=1,
         latent_channels=LATENT_CHANNELS,
         norm_num_groups=8,
@@ -38,8 +38,8 @@ class FrameVAE(nn.Module):
     """Turns uint8 frames into normalised latents and back, one frame at a time.
 
     Frames are [..., 3, H, W] uint8, latents [..., 8, H/8, W/8] with mean 0 and standard deviation 1 per channel
-    over the training frames. The network sees 2x2 blocks of pixels as channels: at full resolution the outer
-    convolutions alone would take half of its time.
+    over the training frames. The network sees 4x4 blocks of pixels as channels: convolutions at full resolution
+    would take most of the time, and in equal time this reconstructs better.
     """
 
     latents_mean: torch.Tensor

@@ -30,7 +30,7 @@ def degrees(axes: Axes) -> tuple[int, int, int]:
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[Sharding, int, int | None]:
     """Legal degrees, world size and node size."""
-    quotients = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    quotients = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     chain = [prod(quotients[:i]) for i in range(len(quotients) + 1)]
     world = chain[-1]
     optimizer = draw(st.sampled_from(chain))
