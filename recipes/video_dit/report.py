@@ -86,7 +86,7 @@ def engine_report(module: nn.Module, micro_batches: int) -> str:
 
 def _smooth(losses: Sequence[float]) -> list[float]:
     """Exponential moving average, corrected for its start."""
-    decay = 1 - 1 / max(2.0, len(losses) / 20)
+    decay = 1 - 1 / max(2.0, len(losses) / 50)
     average, weight, smoothed = 0.0, 0.0, []
     for loss in losses:
         average = decay * average + (1 - decay) * loss

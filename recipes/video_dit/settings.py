@@ -25,7 +25,7 @@ class TransformerSettings(_Section):
 class FlowSettings(_Section):
     """Flow matching. `noise_shift` > 1 spends more of training and of sampling on the noisy half."""
 
-    noise_shift: PositiveFloat = 3.0
+    noise_shift: PositiveFloat = 5.0
     caption_dropout: float = 0.1
 
 

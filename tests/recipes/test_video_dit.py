@@ -88,7 +88,7 @@ def test_vae_reconstructs_held_out_frames() -> None:
     assert latents.mean().abs() < 0.3 and 0.7 < latents.std() < 1.3
 
 
-PSNR_BOUND = 25.0
+PSNR_BOUND = 24.8  # dB; measured 25.2
 
 
 def test_text_states_are_zero_after_the_caption() -> None:
