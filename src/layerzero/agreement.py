@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from layerzero.collectives import Control
 from layerzero.config import LayerZeROConfig
 from layerzero.errors import DesyncError
@@ -19,8 +21,10 @@ def describe_config(config: LayerZeROConfig) -> dict[str, Any]:
     return {f"config {k}": v for k, v in config.replace(param_init_fn=None).to_dict().items()}
 
 
-def describe_structure(plans: Sequence[UnitPlan], axes: Axes) -> dict[str, Any]:
-    """Units and parameters, by a name a user recognises."""
+def describe_structure(
+    root: nn.Module, plans: Sequence[UnitPlan], axes: Axes, ignored: set[nn.Module]
+) -> dict[str, Any]:
+    """Units, parameters and buffers, by a name a user recognises."""
     described: dict[str, Any] = {"axes": list(axes.sizes), "units": [plan.name for plan in plans]}
     for plan in plans:
         for entry in plan.params:
@@ -32,6 +36,11 @@ def describe_structure(plans: Sequence[UnitPlan], axes: Axes) -> dict[str, Any]:
                 "unit": plan.name,
                 "names": entry.fqns,
             }
+    for prefix, module in root.named_modules():
+        for key, buffer in module._buffers.items() if module not in ignored else ():
+            if buffer is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                described[f"buffer {name}"] = {"shape": list(buffer.shape), "dtype": str(buffer.dtype)}
     return described
 
 
@@ -47,7 +56,8 @@ def check_ranks_agree(described: dict[str, Any], control: Control, ranks: Sequen
         return
     first, *others = [json.loads(t) for t in control.gather_bytes(text)]
     for i, other in enumerate(others, start=1):
-        for key in [*first, *(k for k in other if k not in first)]:
+        keys = [*first, *(k for k in other if k not in first)]
+        for key in sorted(keys, key=lambda k: k != "construction"):  # a failure explains what is absent
             mine, theirs = first.get(key, "(absent)"), other.get(key, "(absent)")
             if mine != theirs:
                 raise DesyncError(

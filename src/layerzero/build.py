@@ -16,6 +16,7 @@ from layerzero.layout import GroupLayout, Range
 from layerzero.sharding import Axes
 from layerzero.unit import Unit
 from layerzero.units import OwnedParam, UnitPlan
+from layerzero.warnings_ import warn
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,23 @@ class BuildOptions:
 
 
 def build_unit(
-    plan: UnitPlan, modules: Sequence[nn.Module], index: int, options: BuildOptions, runtime: Runtime, control: Control
+    plan: UnitPlan,
+    modules: Sequence[nn.Module],
+    index: int,
+    options: BuildOptions,
+    runtime: Runtime,
+    control: Control,
+    buffers: dict[torch.Tensor, torch.Tensor],
 ) -> Unit:
-    """One unit on this rank. ``modules`` are those whose parameters and buffers move with it."""
+    """One unit on this rank.
+
+    Args:
+        modules: those whose parameters and buffers move with it.
+        buffers: what replaced each buffer so far, so that shared ones stay shared; added to.
+    """
     device = runtime.lanes.device
     _materialise(plan, modules, device, options.init, options.model_init)
-    _prepare_buffers(modules, device, options, control)
+    _prepare_buffers(modules, device, options, control, buffers)
     by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
     for entry in plan.params:
         p = entry.param
@@ -78,6 +90,11 @@ def _build_group(
         control.broadcast(full.view(torch.uint8))
     params = []
     for entry in entries:
+        if entry.param._backward_hooks or entry.param._post_accumulate_grad_hooks:
+            warn(
+                f"parameter {entry.fqns[0]!r} has gradient hooks, which are lost: register them after lz.shard, on the "
+                f"parameters at rest. They then get this rank's slice of the reduced gradient."
+            )
         info = ParamInfo(entry.fqns[0], tuple(entry.param.shape), Range(0, 0), plan.name, tuple(entry.fqns[1:]))
         slots = [(module._parameters, key) for module, key in entry.owners]
         unsharded = nn.Parameter(full.new_empty(0, dtype=dtype), requires_grad=trainable)
@@ -134,9 +151,12 @@ def _is_unset(tensor: torch.Tensor) -> bool:
 
 
 def _prepare_buffers(
-    modules: Sequence[nn.Module], device: torch.device, options: BuildOptions, control: Control
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    options: BuildOptions,
+    control: Control,
+    done: dict[torch.Tensor, torch.Tensor],
 ) -> None:
-    done: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is None:

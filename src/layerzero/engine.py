@@ -9,9 +9,10 @@ cases need more:
 * Frozen parameters never fire, and unused ones don't either. A unit that has them (or had them in an
   earlier backward) passes its inputs through an identity whose backward runs when all gradients of the
   inputs are done; the unit's own nodes were created later and therefore run before it.
-* A reentrant checkpoint runs a nested backward per forward, and a parameter fires once in each. How often
-  is known from the last backward; before that, from the forwards without grad in training mode that will be
-  recomputed.
+* Every reentrant checkpoint runs a backward of its own inside, and a parameter fires once in each of those
+  and once in the surrounding one. When it did in one of them, that one needs the weights no longer. Its
+  gradient is final once it fired as often as in the last backward with the same forwards; before one is
+  known, as often as there were forwards without grad that may be recomputed, and forwards with grad.
 
 Whatever is not over by then is over at the end of the backward, which autograd announces by a callback.
 """
@@ -38,17 +39,7 @@ from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
 from layerzero.schedule import Schedule
 from layerzero.sharding import Axes
-from layerzero.unit import Phase, Unit
-
-
-class Use:
-    """One grad-enabled forward of a unit; lives as long as its autograd graph."""
-
-    __slots__ = ("__weakref__", "tracked", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.tracked = False  # whether its inputs' gradients are watched
+from layerzero.unit import Phase, Unit, Use
 
 
 @dataclass(eq=False)
@@ -75,6 +66,7 @@ class Engine:
     casts: Casts
     sync: bool = True
     forward_depth: int = 0
+    _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _in_backward: bool = False
     _graph_task: int = -1
 
@@ -102,17 +94,12 @@ class Engine:
             self._abandon_backward()
         return running
 
-    def begin_pass(self) -> None:
-        """The outermost forward starts, outside a backward."""
+    def begin_pass(self, of_root: bool) -> None:
+        """The outermost forward starts, outside a backward; ``of_root`` if it is the whole model's."""
         grad_enabled = torch.is_grad_enabled()
+        self._may_recompute = grad_enabled or not of_root
         self.schedule.begin_pass(grad_enabled)
-        kept = [u for u in self.units if u.kept_for_backward]
-        for unit in kept:
-            unit.kept_for_backward = False
         self.refresher.begin_pass(grad_enabled, reversed(self.reducer.order), self._release)
-        for unit in kept:  # what a backward will read has to be there, and be the present values
-            self.schedule.demand(unit, in_backward=False)
-            self._keep_for_backward(unit)
 
     def end_pass(self) -> None:
         """The outermost forward is over."""
@@ -140,47 +127,52 @@ class Engine:
             return
         if self.in_backward():
             return  # a recomputation: unsharded until the unit's gradients are done
-        if use is None and module.training and unit.num_trainable:
+        if use is None and self._may_recompute and unit.num_trainable:
             unit.num_no_grad_forwards += 1
         if use is not None and grad_tensors and (unit.is_root or self.schedule.needed_next(unit)):
             return
         self._release(unit)
 
-    def begin_use(self, unit: Unit) -> Use | None:
+    def begin_use(self, unit: Unit, in_backward: bool) -> Use | None:
         """Called in a forward; None where no backward can follow."""
         if not torch.is_grad_enabled():
             return None
-        return Use(unit)
+        use = Use(unit, recomputed=in_backward)
+        if not in_backward:  # a recomputed forward stands for one that is counted
+            unit.pending.add(use)
+        return use
 
-    def track(self, use: Use, in_backward: bool) -> None:
-        """The use's inputs carry gradients and are watched; a recomputed forward's may never come."""
-        use.tracked = True
-        if not in_backward:
-            use.unit.pending.add(use)
+    def lend_copies(self, unit: Unit) -> None:
+        """Let modules see copies of the full parameters, which autograd may keep after the bytes are given back."""
+        use = Use(unit)
+        unit.pending.add(use)
+        unit.lend({p: p.unsharded.clone() for p in unit.params})
+        for copy in unit.lent.values():
+            if copy.requires_grad:
+                copy.register_hook(lambda _grad: self._copy_reached(use))
 
-    def after_unsharded(self, unit: Unit) -> None:
-        """``model.unsharded()`` ended: at rest again, but keep the bytes where a backward may need them."""
-        if unit.forward_depth:
-            return
-        if torch.is_grad_enabled() and unit.num_trainable:
-            self._keep_for_backward(unit)
-        else:
+    def _copy_reached(self, use: Use) -> None:
+        self._enter_backward()
+        use.unit.begun.add(use)
+
+    def end_unsharded(self, unit: Unit) -> None:
+        """One ``model.unsharded()`` over ``unit`` ended."""
+        unit.held -= 1
+        unit.forward_depth -= 1
+        if not unit.forward_depth:
             self._release(unit)
 
     @torch.no_grad()
     def write_back(self, units: Sequence[Unit]) -> None:
         """Keep edits of unsharded parameters. Collective, so that an edit seen on one rank is refreshed on all."""
+        for unit in units:
+            unit.take_back()
         groups = [g for u in units for g in u.groups]
         changed = torch.tensor([g.write_back() for g in groups], dtype=torch.int32, device=self.lanes.device)
         if groups:
             self.control.all_reduce(changed, dist.ReduceOp.MAX)
         for group, is_changed in zip(groups, changed.tolist(), strict=True):
             group.stale = group.stale or (bool(is_changed) and group.trainable)
-
-    @staticmethod
-    def _keep_for_backward(unit: Unit) -> None:
-        unit.kept_for_backward = True
-        unit.register_sharded()
 
     def _release(self, unit: Unit) -> None:
         if not unit.forward_depth and not unit.active:
@@ -212,10 +204,12 @@ class Engine:
             )
         self._enter_backward()
         unit = use.unit
-        over = unit.num_trainable > 0 and not unit.track_inputs and unit.all_arrived()
+        use.task = torch._C._current_graph_task_id()
+        over = unit.num_trainable > 0 and not unit.track_inputs and unit.all_arrived_in(use.task)
         if over or unit.reduced or use in unit.active:
             return
         unit.active.add(use)
+        unit.begun.add(use)
         self.schedule.demand(unit, in_backward=True)
         self.reducer.advance()
 
@@ -225,7 +219,7 @@ class Engine:
         unit = use.unit
         unit.active.discard(use)
         unit.pending.discard(use)
-        if not unit.pending and unit.fired and (not unit.fired_nested or unit.all_arrived()):
+        if unit.fires and not unit.pending and (not unit.is_reentrant or unit.all_arrived()):
             self._gradients_final(unit)
         if not unit.active and not unit.forward_depth:
             self.schedule.backward_over(unit)
@@ -243,12 +237,15 @@ class Engine:
         if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
             what = "gradients of gradients (create_graph=True)" if grad.requires_grad else f"gradients of {grad.layout}"
             raise ShardingError(f"{unit!r} got {what}, which are not supported; sparse ones come from sparse=True")
-        unit.fired.add(id(param))
-        unit.num_fires += 1
-        unit.fired_nested |= torch._C._current_graph_task_id() != self._graph_task
-        if unit.all_arrived():
-            unit.active = {use for use in unit.active if isinstance(use, Use) and use.tracked}
+        task = torch._C._current_graph_task_id()
+        unit.fires[task] = unit.fires.get(task, 0) + 1
+        unit.fired_nested |= task != self._graph_task
+        final = unit.all_arrived()
+        if final:
             self._gradients_final(unit)
+        if final or unit.all_arrived_in(task):
+            # A checkpoint inside the unit's forward gives gradients in a task nested in the one of the unit's use.
+            unit.active = {use for use in unit.active if use.tracked or not (final or use.task == task)}
             if not unit.active and not unit.forward_depth:
                 self.schedule.backward_over(unit)
 
@@ -262,11 +259,11 @@ class Engine:
             return
         with torch.no_grad():
             for unit in self.units:
-                if unit.fired and len(unit.fired) < unit.num_trainable:
+                if any(not unit.all_arrived_in(task) for task in unit.fires):
                     unit.track_inputs = True  # some went unused: watch the inputs from now on
-                if unit.fired_nested:
-                    unit.expected_fires = unit.num_fires
+                unit.learn_fires()
             self._clear_backward_state()
+            self.schedule.announce_end()
             self.reducer.finish()
             self.schedule.end_backward()
             self.refresher.backward_over()
@@ -283,11 +280,19 @@ class Engine:
         self._in_backward = False
         for unit in self.units:
             unit.active.clear()
-            unit.kept_for_backward = False
-            unit.fired.clear()
-            unit.num_fires = 0
+            unit.pending -= unit.begun
+            unit.begun.clear()
+            unit.fires.clear()
             unit.fired_nested = False
             unit.num_no_grad_forwards = 0
+
+    def abandon_forward(self) -> None:
+        """An interrupt unwound all forwards: nothing needs parameters any more."""
+        self.forward_depth = 0
+        for unit in self.units:
+            unit.forward_depth = 0
+            unit.pending.clear()
+            self._release(unit)
 
     def _abandon_backward(self) -> None:
         """A backward raised half-way: drop its gradients."""

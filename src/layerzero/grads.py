@@ -35,7 +35,7 @@ class GradSource:
         self._params: list[Param] = [p for u in units for g in u.trainable_groups for p in g.params]
         self._index = {id(p.sharded): i for i, p in enumerate(self._params)}
         self._control = control
-        self._norms: dict[float, torch.Tensor] = {}
+        self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}  # with the gradients' stamps
 
     def invalidate(self) -> None:
         """Some gradient changed."""
@@ -43,9 +43,15 @@ class GradSource:
 
     def norm(self, shard: GradShard, order: float) -> torch.Tensor:
         """Norm of the whole gradient that ``shard`` is a slice of: fp32 scalar. Collective on first use."""
-        if order not in self._norms:
-            self._norms[order] = self._all_norms(order)
-        return self._norms[order][self._index[shard.param_id]]
+        index = self._index[shard.param_id]
+        current = self._params[index].sharded.grad
+        if not (shard.is_whole or shard is current):
+            _refuse_whole_check(shard)
+        known = self._norms.get(order)
+        if known is None or known[1][index] != _stamp(current):
+            stamps = [_stamp(p.sharded.grad) for p in self._params]
+            self._norms[order] = known = (self._all_norms(order), stamps)
+        return known[0][index]
 
     def _all_norms(self, order: float) -> torch.Tensor:
         if not order > 0:
@@ -86,12 +92,15 @@ class GradShard(torch.Tensor):
     Attributes:
         param_id: ``id`` of the sharded parameter.
         pending: the gradient is still being accumulated under ``no_sync()``; only zeroing is allowed.
+        is_whole: this is the gradient (or a view of all of it) and not something computed from it, so that a
+            norm of it can be answered for all ranks.
         carried: pending, and `local` holds an earlier synchronised gradient that the next one is added to.
     """
 
     param_id: int
     pending: bool
     carried: bool
+    is_whole: bool
     _local: torch.Tensor
     _fqn: str
     _layerzero_zeroed: bool
@@ -105,6 +114,7 @@ class GradShard(torch.Tensor):
         shard.param_id = id(param.sharded)
         shard.pending = pending
         shard.carried = False
+        shard.is_whole = True
         shard._fqn = param.info.fqn
         shard._layerzero_zeroed = False
         shard._source = weakref.ref(source)
@@ -149,7 +159,18 @@ class GradShard(torch.Tensor):
                 shard._layerzero_zeroed |= name in ("zero_", "_foreach_zero_")
                 shard.source().invalidate()
             return args[0] if isinstance(args[0], GradShard) and isinstance(out, torch.Tensor) else out
+        if isinstance(out, torch.Tensor) and not any(out is a for a in args):
+            return shards[0].derive(out, name)  # still a slice: a sum over it would still be this rank's only
         return out
+
+    def derive(self, local: torch.Tensor, name: str) -> GradShard:
+        """What function ``name`` made of this slice, elementwise or by viewing it."""
+        new = local.as_subclass(GradShard)
+        new._local = local
+        new.param_id, new._fqn, new._source = self.param_id, self._fqn, self._source
+        new.pending = new.carried = new._layerzero_zeroed = False
+        new.is_whole = self.is_whole and name in _WHOLE_VIEWS
+        return new
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         state = "pending" if self.pending else repr(self.local)
@@ -162,6 +183,16 @@ class GradShard(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.local.clone()
+
+
+_WHOLE_VIEWS = {"detach", "__get__", "flatten", "ravel", "view", "reshape", "contiguous", "float", "to", "clone"}
+"""Functions whose result has the elements of the slice, unchanged; told by name, so that all ranks agree."""
+
+
+def _stamp(grad: torch.Tensor | None) -> tuple[int, int]:
+    """Changes when the gradient is replaced or written to."""
+    local = _plain(grad)
+    return (0, 0) if local is None else (id(local), local._version)
 
 
 def _shards_in(values: Sequence[Any]) -> list[GradShard]:
@@ -242,9 +273,9 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
 
 def _refuse_whole_check(shard: GradShard) -> Any:
     raise ShardingError(
-        f"a single number over the gradient of {shard._fqn!r} would be this rank's only. Use "
-        f"torch.linalg.vector_norm(grad, p) for a global norm (inf or nan show in it), or grad.local "
-        f"for this rank's part."
+        f"a single number over (something computed from) the gradient of {shard._fqn!r} would be this rank's only. Use "
+        f"model.clip_grad_norm_, torch.nn.utils.clip_grad_norm_ or torch.linalg.vector_norm(grad, p) for a global norm "
+        f"(inf or nan show in it), or grad.local for this rank's part."
     )
 
 
@@ -292,3 +323,20 @@ def attach_pending(unit: Unit, source: GradSource) -> None:
                 old.carried = old.carried or not old.pending
                 old.pending = True
                 old._layerzero_zeroed = False
+
+
+def run_user_hooks(unit: Unit) -> None:
+    """Hooks registered on the parameters at rest: autograd never reaches those, so they run here, on slices."""
+    for group in unit.trainable_groups:
+        for param in group.params:
+            p = param.sharded
+            if p.grad is None:
+                continue
+            hooks = p._backward_hooks
+            if hooks and len(hooks) > 1:
+                for hook in [h for h in hooks.values() if h is not param.refusal]:
+                    changed = hook(p.grad)
+                    if changed is not None:
+                        p.grad = changed
+            for hook in list((p._post_accumulate_grad_hooks or {}).values()):
+                hook(p)

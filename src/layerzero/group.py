@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,7 @@ class Param:
         self.slots = slots  # the owners' `_parameters` dicts and keys: no reference to the module tree
         self.unsharded = unsharded
         self.sharded: nn.Parameter  # set by the group once its buffers exist
+        self.refusal: Callable[..., Any] | None = None  # our hook on `sharded`; others there are the user's
 
 
 @dataclass

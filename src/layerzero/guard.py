@@ -16,7 +16,7 @@ from torch import nn
 
 from layerzero.errors import LayerZeroError, ShardingError
 
-_GUARDED_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+GUARDED_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 def guarded_methods(cls: type[nn.Module], explain: Callable[[nn.Module, Exception], str | None]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _guard(fn: Callable[..., Any], explain: Callable[[nn.Module, Exception], str
             return fn(self, *args, **kwargs)
         except LayerZeroError:
             raise
-        except _GUARDED_ERRORS as error:
+        except GUARDED_ERRORS as error:
             message = explain(self, error)
             if message is None:
                 raise

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from layerzero.engine import Engine, Use
+from layerzero.engine import Engine
 from layerzero.errors import ShardingError
 from layerzero.group import Param
-from layerzero.precision import require_grad_tensors
-from layerzero.unit import Unit
+from layerzero.precision import find_tensors, map_tensors, require_grad_tensors
+from layerzero.unit import Unit, Use
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ModuleHook:
         if not in_backward:
             self._is_boundary = outermost
             if outermost:
-                engine.begin_pass()
+                engine.begin_pass(of_root=self.units[0].is_root)
         engine.forward_depth += 1
         frame = _Frame([], in_backward, outermost and not in_backward)
         self._frames.append(frame)
@@ -71,10 +71,10 @@ class ModuleHook:
         if self._is_boundary:
             args, kwargs = engine.casts.cast_inputs(args, kwargs)
         for unit in self.units:
-            use = engine.begin_use(unit)
+            use = engine.begin_use(unit, in_backward)
             frame.uses.append(use)
             if use is not None and unit.track_inputs:
-                args, kwargs = _watch_inputs(engine, use, in_backward, args, kwargs)
+                args, kwargs = _watch_inputs(engine, use, args, kwargs)
         return args, kwargs
 
     def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -84,6 +84,7 @@ class ModuleHook:
             return None
         engine = self.engine
         engine.forward_depth -= 1
+        output = _without_parameters(output, self.units)
         if self._is_boundary:
             output = engine.casts.cast_outputs(output)
         grad_tensors = require_grad_tensors(output, (args, kwargs)) if torch.is_grad_enabled() else []
@@ -108,6 +109,22 @@ class ModuleHook:
             replaced = self.post(module, args, kwargs, output)
         return output if replaced is None else replaced
 
+    def forget_frames(self) -> None:
+        """An interrupt unwound the forwards that were entered; hooks are not called for those."""
+        self._frames.clear()
+
+
+def _without_parameters(output: Any, units: tuple[Unit, ...]) -> Any:
+    """``output`` with copies of tensors that are a parameter or a view of one: its bytes are about to go."""
+    gathered = {g.unsharded.untyped_storage()._cdata for u in units for g in u.groups if g.layout.axes.num_params}
+
+    def is_parameter(tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in gathered
+
+    if not any(is_parameter(t) for t in find_tensors(output)):
+        return output
+    return map_tensors(lambda t: t.clone() if is_parameter(t) else t, output)
+
 
 class _InputsWatch(torch.autograd.Function):
     """Identity whose backward runs when all gradients of the inputs are computed."""
@@ -124,11 +141,11 @@ class _InputsWatch(torch.autograd.Function):
         return (None, *grads)
 
 
-def _watch_inputs(engine: Engine, use: Use, in_backward: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _watch_inputs(engine: Engine, use: Use, args: Any, kwargs: Any) -> tuple[Any, Any]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
     if where:
-        engine.track(use, in_backward)
+        use.tracked = True
         watched = _InputsWatch.apply(partial(engine.inputs_done, use), *(leaves[i] for i in where))
         for i, tensor in zip(where, watched, strict=True):
             leaves[i] = tensor
@@ -149,7 +166,8 @@ def install_param_hooks(engine: Engine, unit: Unit) -> None:
     for group in unit.trainable_groups:
         for param in group.params:
             param.unsharded.register_post_accumulate_grad_hook(arrived)
-            param.sharded.register_hook(partial(_refuse_direct_gradient, describe(param)))
+            param.refusal = partial(_refuse_direct_gradient, describe(param))
+            param.sharded.register_hook(param.refusal)
 
 
 def describe(param: Param) -> str:

@@ -12,6 +12,7 @@ seeded random legal moment ("random"), and memory that is not gathered yet or no
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import random
@@ -89,9 +90,22 @@ class ThreadLane:
             thread = threading.Thread(target=_work, args=(self._queue,), name=f"layerzero-{self._name}", daemon=True)
             thread.start()
             weakref.finalize(self, self._queue.put, None)
+            _threads[thread] = self._queue
         event = _ThreadEvent()
         self._queue.put((fn, after, event))
         return event
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let every lane finish before process groups are torn down; a lane that hangs is left behind."""
+    for jobs in _threads.values():
+        jobs.put(None)
+    for thread in list(_threads):
+        thread.join(timeout=10)
 
 
 def _work(jobs: queue.SimpleQueue[Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -64,9 +66,17 @@ class Mesh:
     def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         # Local synchronisation: only members take part, so that pipeline stages and tensor-parallel
         # replicas need not construct their groups in step with each other.
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_default_timeout())
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+
+def _default_timeout() -> timedelta | None:
+    """The timeout the user gave ``init_process_group``, which `new_group` does not inherit."""
+    for backend in ("cpu", torch.accelerator.current_accelerator()):
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+            return dist.group.WORLD._get_backend(torch.device(backend)).options._timeout  # type: ignore[union-attr]
+    return None
 
 
 def compute_device(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> torch.device:

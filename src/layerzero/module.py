@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from layerzero.engine import Engine
-from layerzero.errors import ShardingError
-from layerzero.guard import guarded_methods, names_in_traceback
+from layerzero.errors import LayerZeroError, ShardingError
+from layerzero.grads import GradShard
+from layerzero.guard import GUARDED_ERRORS, guarded_methods, names_in_traceback
 from layerzero.hooks import REMEDIES, ModuleHook, describe
 from layerzero.state import full_state_dict as _full_state_dict
 
@@ -23,6 +24,23 @@ hooks_by_module: weakref.WeakKeyDictionary[nn.Module, ModuleHook] = weakref.Weak
 
 class ShardedModule:
     """Mixed into the class of a sharded module and of every unit in it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except LayerZeroError:
+            raise
+        except GUARDED_ERRORS as error:
+            assert isinstance(self, nn.Module)
+            message = _explain(self, error)
+            if message is None:
+                raise
+            raise ShardingError(message) from error
+        except Exception:
+            raise
+        except BaseException:  # torch calls no forward hooks for a KeyboardInterrupt
+            _forget_forwards(engine_of(self))
+            raise
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside only accumulate: gradients don't leave the grads degree. As in torch's DDP."""
@@ -35,14 +53,21 @@ class ShardedModule:
 
         The same number as ``torch.nn.utils.clip_grad_norm_``, which also works. One small collective.
         """
-        params = [p.sharded for u in engine_of(self).units for p in u.params if p.sharded.grad is not None]
+        engine = engine_of(self)
+        with_grad = [p for u in engine.units for p in u.params if p.sharded.grad is not None]
+        for p in with_grad:
+            grad = p.sharded.grad
+            if grad is not None and not isinstance(grad, GradShard):  # replaced by the user: a slice all the same
+                p.sharded.grad = GradShard.make(grad, p, engine.grad_source)
+        params = [p.sharded for p in with_grad]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def unsharded(self, submodule: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
         """Parameters of ``submodule`` (default: all) have their full shape inside. Enter on every rank.
 
-        In-place edits made inside are kept; make the same on every rank. What is computed inside with grad
-        can be differentiated: the parameters then stay gathered until the next backward is over.
+        In-place edits made inside are kept; make the same on every rank. What is computed inside with grad can be
+        differentiated, before or after the context ends. For that, modules see copies of the parameters; under
+        ``torch.no_grad()`` they see the gathered ones, at half the memory.
         """
         assert isinstance(self, nn.Module)
         return _unsharded(self if submodule is None else submodule)
@@ -129,6 +154,14 @@ def engine_of(module: object) -> Engine:
     return hook.engine
 
 
+def _forget_forwards(engine: Engine) -> None:
+    """Nothing is being forwarded any more."""
+    for hook in list(hooks_by_module.values()):
+        if hook.engine is engine:
+            hook.forget_frames()
+    engine.abandon_forward()
+
+
 @contextlib.contextmanager
 def _no_sync(engine: Engine) -> Iterator[None]:
     before, engine.sync = engine.sync, False
@@ -144,19 +177,19 @@ def _unsharded(module: nn.Module) -> Iterator[None]:
     units = list(dict.fromkeys(u for m in module.modules() if m in hooks_by_module for u in hooks_by_module[m].units))
     outermost = engine.forward_depth == 0 and not engine.in_backward()
     if outermost:
-        engine.begin_pass()
+        engine.begin_pass(of_root=False)
     engine.forward_depth += 1
     for unit in units:
         engine.pre_forward(unit, in_backward=False)
         unit.held += 1
+        if unit.held == 1 and torch.is_grad_enabled():
+            engine.lend_copies(unit)
     try:
         yield
     finally:
-        engine.write_back(units)
+        engine.write_back([u for u in units if u.held == 1])
         for unit in units:
-            unit.held -= 1
-            unit.forward_depth -= 1
-            engine.after_unsharded(unit)
+            engine.end_unsharded(unit)
         engine.forward_depth -= 1
         if outermost:
             engine.end_pass()

@@ -35,6 +35,7 @@ def register_elementwise_optimizer(cls: type[torch.optim.Optimizer]) -> type[tor
 def mark_replaced(param: torch.nn.Parameter, fqn: str) -> None:
     """``param`` was replaced by a slice: an optimizer that still holds it must not step."""
     param._layerzero_replaced = fqn  # type: ignore[attr-defined]
+    _seen.clear()  # an optimizer that has stepped before may hold it
 
 
 def mark_sharded(param: torch.nn.Parameter, engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,9 +78,21 @@ def find_tensors(obj: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     for leaf in pytree.tree_leaves(obj):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module) and not callable(leaf):
-            for value in vars(leaf).values():
+        elif not isinstance(leaf, (*_LEAVES, type, torch.nn.Module)) and not callable(leaf):
+            for value in _parts(leaf):
                 yield from find_tensors(value, depth - 1)
+
+
+def _parts(obj: Any) -> Iterator[Any]:
+    """What an object that is no pytree container holds: items of a mapping or sequence, attributes, slots."""
+    if isinstance(obj, Mapping):
+        yield from obj.values()
+    elif isinstance(obj, Sequence):
+        yield from obj
+    yield from getattr(obj, "__dict__", {}).values()
+    for cls in type(obj).__mro__:
+        for name in vars(cls).get("__slots__", ()):
+            yield getattr(obj, name, None)
 
 
 def require_grad_tensors(obj: Any, exclude: Any = ()) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from layerzero.buffers import HandOvers
 from layerzero.collectives import Control, Traffic
-from layerzero.grads import GradSource, attach_grads, attach_pending
+from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_hooks
 from layerzero.lanes import Event
 from layerzero.unit import Unit
 
@@ -80,6 +80,9 @@ class Reducer:
             self._hand_overs.clear()
             for unit in self._order:
                 attach_grads(unit, self._source)
+            self._source.invalidate()
+            for unit in self._order:
+                run_user_hooks(unit)
         else:
             for unit in self._order:
                 attach_pending(unit, self._source)

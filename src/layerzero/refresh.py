@@ -63,12 +63,13 @@ class Refresher:
                 group.stale = group.stale or group.changed_in_place()
         else:
             self._keep_checksums = self._keep_checksums or (self._window_open and grad_enabled)
+            for unit in self._all_units:
+                for group in unit.groups:
+                    group.check_storage()
             self._verify()
             for unit in self._all_units:
                 release(unit)
         for group in self._aliased:
-            if group.stale:
-                group.check_storage()
             group.mark_refreshed()
         self._window_open = self._unfinished = grad_enabled
         keep_checksum = self._keep_checksums or not grad_enabled
@@ -85,7 +86,6 @@ class Refresher:
     def _refresh(self, unit: Unit, keep_checksum: bool) -> None:
         groups = [g for g in unit.trainable_groups if g.stale and not g.aliased]
         for group in groups:
-            group.check_storage()
             group.invalidate_model()
             group.mark_refreshed()
             if keep_checksum:

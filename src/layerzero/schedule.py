@@ -72,6 +72,12 @@ class Schedule:
             self._records[self._grad] = self._trace[self._grad]
         self._restart(self._grad)
 
+    def announce_end(self) -> None:
+        """No more gathers in this backward; said before waiting for reductions that other ranks must join."""
+        if self._check.enabled:
+            self._lanes.unshard.run(lambda: self._check.compare(END_OF_BACKWARD))
+        self._check.backward_ended()
+
     def end_backward(self) -> None:
         """Free everything and remember the order."""
         self._grad = True
@@ -79,9 +85,6 @@ class Schedule:
         for unit in list(self._live):
             if not unit.forward_depth:
                 self.reshard(unit)
-        if self._check.enabled:
-            self._lanes.unshard.run(lambda: self._check.compare(END_OF_BACKWARD))
-        self._check.backward_ended()
 
     def _restart(self, grad: bool) -> None:
         self._trace[grad] = []
@@ -137,7 +140,7 @@ class Schedule:
 
     def reshard(self, unit: Unit) -> None:
         """Give back the gathered parameters, once compute issued so far has read them."""
-        if unit.phase is Phase.SHARDED or unit.held or unit.kept_for_backward:
+        if unit.phase is Phase.SHARDED or unit.held:
             return
         if unit.registered:
             unit.register_sharded()

@@ -69,6 +69,8 @@ def shard(
         ShardingError: something in the module can't be sharded, or already is.
         DesyncError: ranks disagree on configuration or model.
     """
+    if torch.is_inference_mode_enabled():
+        raise ShardingError("lz.shard inside torch.inference_mode(): its tensors can't be trained; shard outside of it")
     config = _configuration(config, sharding, options)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"lz.shard: expected an nn.Module, got {type(module).__name__}")
@@ -118,7 +120,7 @@ def _plan_together(
         )
     except LayerZeroError as error:
         failure = error
-    structure = {} if plan is None else describe_structure(plan.units, plan.axes)
+    structure = {} if plan is None else describe_structure(module, plan.units, plan.axes, plan.ignored)
     try:
         check_ranks_agree({"construction": str(failure or "ok"), **structure}, control, group.ranks)
     except DesyncError:
@@ -212,9 +214,9 @@ def _build(
         getattr(module, "_init_weights", None),
     )  # fmt: skip
     modules = _modules_of_units(module, plan)
-    units, by_module = [], {}
+    units, by_module, buffers = [], {}, {}
     for index, unit_plan in enumerate(plan.units):
-        unit = build_unit(unit_plan, modules[unit_plan.module], index, options, runtime, control)
+        unit = build_unit(unit_plan, modules[unit_plan.module], index, options, runtime, control, buffers)
         units.append(unit)
         by_module |= dict.fromkeys(modules[unit_plan.module], unit)
         for entry in unit_plan.params:
@@ -250,16 +252,15 @@ def _modules_of_units(root: nn.Module, plan: _Plan) -> dict[nn.Module, list[nn.M
     found: dict[nn.Module, list[nn.Module]] = {top: [] for top in tops}
     seen: set[nn.Module] = set()
 
-    def walk(module: nn.Module, top: nn.Module) -> None:
+    todo = [(root, root)]  # no recursive closure: it would be a cycle that keeps the model alive after `del model`
+    while todo:
+        module, top = todo.pop()
         if module in plan.ignored or module in seen:
-            return
+            continue
         seen.add(module)
         top = module if module in tops else top
         found[top].append(module)
-        for child in module.children():
-            walk(child, top)
-
-    walk(root, root)
+        todo += [(child, top) for child in reversed(list(module.children()))]
     return found
 
 

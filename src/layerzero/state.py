@@ -57,8 +57,9 @@ def install_state_dict_hooks(module: nn.Module, engine: Engine) -> None:
         )
 
     def slice_full(
-        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
+        error_messages: list[str] = rest[-1]
         for key, param in module._parameters.items():
             info = getattr(param, "_layerzero_info", None)
             full = state_dict.get(prefix + key)
@@ -72,6 +73,12 @@ def install_state_dict_hooks(module: nn.Module, engine: Engine) -> None:
             if tuple(full.shape) == info.global_shape:
                 r = info.global_range
                 state_dict[prefix + key] = full.detach().reshape(-1)[r.start : r.stop].view(param.shape)
+            else:
+                error_messages.append(
+                    f"size mismatch for {prefix + key}: got {tuple(full.shape)}, expected the full shape "
+                    f"{info.global_shape}"
+                )
+                state_dict[prefix + key] = param.detach()
             engine = weak_engine()
             if engine is not None:
                 engine.refresher.mark_all_stale()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import weakref
 
+import torch
+
 from layerzero.errors import ShardingError
 from layerzero.group import Param, ParamGroup
 from layerzero.lanes import DONE, Event
@@ -26,6 +28,18 @@ _LEGAL = {
 }
 
 
+class Use:
+    """One grad-enabled forward of a unit; lives as long as its autograd graph."""
+
+    __slots__ = ("__weakref__", "recomputed", "task", "tracked", "unit")
+
+    def __init__(self, unit: Unit, recomputed: bool = False) -> None:
+        self.unit = unit
+        self.recomputed = recomputed
+        self.task = -1  # autograd's id of the backward, possibly a nested one, that reached it
+        self.tracked = False  # whether its inputs' gradients are watched
+
+
 class Unit:
     """Parameters that move together: one module's, less those of units below it.
 
@@ -34,12 +48,12 @@ class Unit:
         index: registration order, the id compared across ranks.
         forward_depth: nested forwards that need the parameters now.
         active: backward uses between "gradient arrived at the output" and "inputs' gradients are done".
-        pending: grad-enabled forwards that track their inputs and whose backward has not finished.
-        fired: ids of the trainable parameters that got a gradient in this backward.
-        num_fires: how often they did; more than once each under reentrant checkpoints only.
-        fired_nested: some did in a nested backward, that is, under a reentrant checkpoint.
-        expected_fires: `num_fires` at the end of the last backward with nested ones; 0 if there was none.
-        num_no_grad_forwards: forwards in training mode without grad, which reentrant checkpoints recompute.
+        pending: grad-enabled forwards whose backward has not finished.
+        begun: uses that a gradient reached in this backward.
+        fires: how many gradients of trainable parameters arrived in this backward, by autograd's id of it;
+            there are several ids under reentrant checkpoints only, whose backwards are nested.
+        fired_nested: some did in a nested backward.
+        num_no_grad_forwards: forwards without grad since the last backward that one may recompute.
         track_inputs: watch the inputs' gradients, because trainable parameters alone don't tell when the
             unit's backward is over (some are frozen, or went unused before).
     """
@@ -60,14 +74,14 @@ class Unit:
         self.num_trainable = sum(len(g.params) for g in self.trainable_groups)
         self.forward_depth = 0
         self.held = 0  # by `unsharded()`
-        self.kept_for_backward = False  # `unsharded()` ended, but its graph may still need the bytes
+        self.lent: dict[Param, torch.Tensor] = {}  # copies that modules see inside `unsharded()`
         self.registered = False  # whether modules see full-shape parameters
-        self.active: set[object] = set()
-        self.pending: weakref.WeakSet[object] = weakref.WeakSet()  # a graph that is dropped takes its uses along
-        self.fired: set[int] = set()
-        self.num_fires = 0
+        self.active: set[Use] = set()
+        self.begun: set[Use] = set()
+        self.pending: weakref.WeakSet[Use] = weakref.WeakSet()  # a graph that is dropped takes its uses along
+        self.fires: dict[int, int] = {}
         self.fired_nested = False
-        self.expected_fires = 0
+        self._known_fires: dict[tuple[int, bool], int] = {}
         self.num_no_grad_forwards = 0
         self.track_inputs = self.has_frozen
         self.grads_ready = False
@@ -87,18 +101,42 @@ class Unit:
             raise AssertionError(f"{self!r}: illegal transition {self._phase.value} -> {new.value}")
         self._phase = new
 
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether nested backwards may give gradients too."""
+        return self.fired_nested or self.num_no_grad_forwards > 0
+
+    def all_arrived_in(self, task: int) -> bool:
+        """Whether the backward with this id gave every trainable parameter its gradient."""
+        return self.fires.get(task, 0) >= self.num_trainable
+
     def all_arrived(self) -> bool:
-        """Whether all gradients that this backward gives the trainable parameters are there."""
-        if self.fired_nested:
-            expected = self.expected_fires or self.num_trainable * self.num_no_grad_forwards
-            return 0 < expected <= self.num_fires
-        return len(self.fired) >= self.num_trainable
+        """Whether all gradients that this backward and those nested in it give are there."""
+        expected = self.num_trainable
+        if self.is_reentrant:
+            key = num_nested, has_outer = self._forwards()
+            expected = self._known_fires.get(key, self.num_trainable * (num_nested + has_outer))
+        return 0 < expected <= sum(self.fires.values())
+
+    def _forwards(self) -> tuple[int, bool]:
+        outer = bool(self.pending) or any(not use.recomputed for use in self.begun)
+        return self.num_no_grad_forwards, outer
+
+    def learn_fires(self) -> None:
+        """At the end of a backward: the same forwards will give as many gradients, if none went unused."""
+        if self.is_reentrant and all(self.all_arrived_in(task) for task in self.fires):
+            self._known_fires[self._forwards()] = sum(self.fires.values())
 
     def register_unsharded(self) -> None:
-        """Make the modules see full-shape parameters; follows ``requires_grad_`` calls made at rest."""
+        """Make the modules see full-shape parameters; follows ``requires_grad_`` calls made at rest.
+
+        Not while a graph is alive that was made before such a call: its gradients still arrive.
+        """
         self.registered = True
         for slots, name, param in self._unsharded_slots:
             slots[name] = param
+        if self.pending or self.begun:
+            return
         for group in self.groups:
             for param in group.params:
                 if param.sharded.requires_grad is not param.unsharded.requires_grad:
@@ -114,6 +152,23 @@ class Unit:
         param.unsharded.requires_grad_(wanted)
         self.num_trainable += 1 if wanted else -1
         self.track_inputs = self.has_frozen = True
+        self._known_fires.clear()
+
+    def lend(self, copies: dict[Param, torch.Tensor]) -> None:
+        """Make the modules see ``copies`` instead of the unsharded parameters."""
+        self.lent = copies
+        for param, copy in copies.items():
+            copy._is_param = True  # an nn.Parameter to isinstance
+            for slots, name in param.slots:
+                slots[name] = copy
+
+    def take_back(self) -> None:
+        """End of `lend`: carry edits of the copies over."""
+        for param, copy in self.lent.items():
+            param.unsharded.data.copy_(copy.detach())
+        if self.lent:
+            self.lent = {}
+            self.register_unsharded()
 
     def register_sharded(self) -> None:
         """Make the modules see this rank's slices again."""

@@ -123,6 +123,8 @@ def _is_named(cls: type, name: str) -> bool:
 
 def _choose_by_size(module: nn.Module, minimum: int, ignored: set[nn.Module], chosen: set[nn.Module]) -> int:
     """Bottom-up: a module becomes a unit once it holds ``minimum`` parameters outside units. Returns what is left."""
+    if isinstance(module, nn.MultiheadAttention):  # reads its out_proj's parameters without calling it
+        return sum(p.numel() for p in module.parameters())
     rest = sum(p.numel() for p in module.parameters(recurse=False))
     for child in module.children():
         if child not in ignored:
@@ -143,28 +145,29 @@ def plan_units(root: nn.Module, units: list[tuple[str, nn.Module]], ignored: set
     plans = {root: UnitPlan("", root)} | {module: UnitPlan(name, module) for name, module in units}
     containing: dict[nn.Module, list[nn.Module]] = {}  # root first
 
-    def walk(module: nn.Module, chain: list[nn.Module]) -> None:
+    todo: list[tuple[nn.Module, list[nn.Module]]] = [(root, [])]
+    while todo:
+        module, chain = todo.pop()
         if module in ignored:
-            return
+            continue
         known = containing.get(module)
         if module in plans:
             chain = [*chain, module]
             if known is not None:
-                return
+                continue
         elif known is not None:  # a module with two parents belongs to what contains both
             chain = [a for a, b in zip(known, chain, strict=False) if a is b]
             if len(chain) == len(known):
-                return
+                continue
         containing[module] = chain
-        for child in module.children():
-            walk(child, chain)
-
-    walk(root, [])
+        todo += [(child, chain) for child in reversed(list(module.children()))]
     owned: dict[nn.Parameter, OwnedParam] = {}
     for prefix, module in root.named_modules():
         if module in ignored:
             continue
         for key, param in module._parameters.items():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise ShardingError(f"{prefix or type(root).__name__!r} is lazy: run one forward before lz.shard")
             if param is not None:
                 entry = owned.setdefault(param, OwnedParam(param, [], []))
                 entry.fqns.append(f"{prefix}.{key}" if prefix else key)

@@ -11,7 +11,7 @@ from torch import nn
 from tests.dist.twins import Layer, Net, Twins, data, loss_of, no_sync, unsharded
 
 BEFORE = ("nothing", "step", "evaluation", "open forward", "backward", "unsynced backward", "unsharded", "two forwards")
-AFTER = ("train", "evaluate", "evaluate, then train")
+AFTER = ("train", "evaluate, then train")
 
 Mutation = Callable[[Twins], None]
 
@@ -85,8 +85,7 @@ def sweep(mutate: Mutation, strategy: str, lane: str, dtype: str, hidden: bool, 
             for what in after.split(", then "):
                 twins.each(_train if what == "train" else _evaluate)
                 num += 1
-            if after != "evaluate":
-                twins.check_grads()
+            twins.check_grads()
             for net in (*twins.clones, twins.model):
                 net.zero_grad()
             if grows:

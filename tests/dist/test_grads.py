@@ -17,9 +17,7 @@ WAYS = [("layerzero", 4, "late"), ("zero3", 2, "threads"), ("ddp", 2, "threads")
 
 @pytest.mark.parametrize(("strategy", "world", "lane"), WAYS, ids=[w[0] for w in WAYS])
 @pytest.mark.parametrize("case", [cases.norms, cases.not_finite, cases.local_work], ids=lambda c: c.__name__)
-def test_one_answer_for_all_ranks(
-    pool: Pool, case: Callable[..., Any], strategy: str, world: int, lane: str
-) -> None:
+def test_one_answer_for_all_ranks(pool: Pool, case: Callable[..., Any], strategy: str, world: int, lane: str) -> None:
     pool.run(case, world, strategy=strategy, lane=lane)
 
 
@@ -43,9 +41,7 @@ def test_an_unsynchronised_gradient_is_refused(pool: Pool, strategy: str, world:
 def test_loss_scaling_skips_on_all_ranks_together(
     pool: Pool, strategy: str, world: int, lane: str, model: str, dtype: str, optimizer: str
 ) -> None:
-    scales = pool.run(
-        cases.scaled, world, strategy=strategy, lane=lane, model=model, dtype=dtype, optimizer=optimizer
-    )
+    scales = pool.run(cases.scaled, world, strategy=strategy, lane=lane, model=model, dtype=dtype, optimizer=optimizer)
     assert scales == [[256.0, 128.0, 128.0, 128.0, 64.0, 64.0]] * world
 
 

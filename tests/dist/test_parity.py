@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from layerzero.sharding import Sharding
-from tests.dist.parity import STRATEGIES, exact_cases, odd_model_cases
+from tests.dist.parity import STRATEGIES, exact_cases, odd_model_cases, one_rank_case
 from tests.dist.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -155,3 +155,36 @@ class TestExact:
             for name, (micro, dtype, lane) in zip(names, cycle(EXACT_RECIPES[:2]), strict=False)
         ]
         assert pool.run(exact_cases, ranks, configurations=configurations) == [len(configurations)] * ranks
+
+
+class TestOneRank:
+    """No collective, and the bits of plain PyTorch."""
+
+    ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
+
+    @pytest.mark.parametrize("init", [False, True], ids=["without-distributed", "world-of-one"])
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_strategies(self, pool: Pool, strategy: str, init: bool) -> None:
+        for micro, lane in ((1, "threads"), (3, "late")):
+            kwargs = {"strategy": strategy, "micro": micro, "lane": lane, "optimizer": self.ADAMW}
+            assert pool.run(one_rank_case, 1, init=init, **kwargs)[0] > 50
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            ("AdamW", {"lr": 1e-2, "fused": True}),
+            ("AdamW", {"lr": 1e-2, "foreach": True}),
+            ("AdamW", {"lr": 1e-2, "amsgrad": True}),
+            ("SGD", {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
+            ("RMSprop", {"lr": 1e-3}),
+        ],
+        ids=["adamw-fused", "adamw-foreach", "adamw-amsgrad", "sgd-nesterov", "rmsprop"],
+    )
+    def test_optimizers(self, pool: Pool, optimizer: Any) -> None:
+        kwargs = {"strategy": "layerzero", "micro": 3, "lane": "random:1", "optimizer": optimizer}
+        assert pool.run(one_rank_case, 1, **kwargs)[0] > 50
+
+    @pytest.mark.parametrize("lane", ["threads", "late"])
+    def test_bf16_compute_with_fp32_main_parameters(self, pool: Pool, lane: str) -> None:
+        kwargs = {"strategy": "layerzero", "micro": 3, "lane": lane, "optimizer": self.ADAMW, "dtype": "bf16"}
+        assert pool.run(one_rank_case, 1, **kwargs)[0] > 50

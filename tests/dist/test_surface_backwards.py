@@ -17,12 +17,15 @@ CASES = [
     cases.used_twice, cases.evaluation_between, cases.raises_midway, cases.two_losses, cases.unsynced_first,
     cases.zeroing, cases.zeroing_one_unit, cases.rank_dependent_parts, cases.ignored_outputs, cases.changing_order,
 ]  # fmt: skip
-WAYS = [("layerzero", 4, "late"), ("zero3", 2, "threads"), ("zero1", 2, "random:5"), ("layerzero-full", 4, "threads")]
+ACCUMULATING = [cases.interleaved, cases.two_losses, cases.zeroing, cases.rank_dependent_parts]
+RUNS = [("layerzero", 4, "late", case) for case in CASES]
+RUNS += [("zero3", 2, "threads", case) for case in CASES]
+RUNS += [("zero1", 2, "random:5", case) for case in CASES[:-4]]
+RUNS += [("layerzero-full", 4, "threads", case) for case in ACCUMULATING]
 
 
-@pytest.mark.parametrize(("strategy", "world", "lane"), WAYS, ids=[w[0] for w in WAYS])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-def test_equals_plain_pytorch(pool: Pool, case: Callable[..., Any], strategy: str, world: int, lane: str) -> None:
+@pytest.mark.parametrize(("strategy", "world", "lane", "case"), RUNS, ids=[f"{r[0]}-{r[3].__name__}" for r in RUNS])
+def test_equals_plain_pytorch(pool: Pool, strategy: str, world: int, lane: str, case: Callable[..., Any]) -> None:
     pool.run(case, world, strategy=strategy, lane=lane)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -90,7 +91,7 @@ class TestResolve:
     @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
     def test_everything_else_is_refused(self, params: int, grads: int, optimizer: int, world: int) -> None:
         chain = sorted({params, grads, optimizer, world})
-        legal = all(b % a == 0 for a, b in zip(chain, chain[1:], strict=False)) and chain[-1] == world
+        legal = all(b % a == 0 for a, b in pairwise(chain)) and chain[-1] == world
         legal = legal and max(params, grads) <= optimizer
         if legal:
             assert degrees(Sharding(params, grads, optimizer).resolve(world)) == (params, grads, optimizer)
