@@ -20,12 +20,10 @@ Whatever is not over by then is over at the end of the backward, which autograd 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from layerzero.collectives import Control, Traffic
@@ -158,21 +156,14 @@ class Engine:
     def end_unsharded(self, unit: Unit) -> None:
         """One ``model.unsharded()`` over ``unit`` ended."""
         unit.held -= 1
+        if not unit.held:
+            with torch.no_grad():
+                unit.take_back()
+                for group in unit.groups:
+                    group.write_back()
         unit.forward_depth -= 1
         if not unit.forward_depth:
             self._release(unit)
-
-    @torch.no_grad()
-    def write_back(self, units: Sequence[Unit]) -> None:
-        """Keep edits of unsharded parameters. Collective, so that an edit seen on one rank is refreshed on all."""
-        for unit in units:
-            unit.take_back()
-        groups = [g for u in units for g in u.groups]
-        changed = torch.tensor([g.write_back() for g in groups], dtype=torch.int32, device=self.lanes.device)
-        if groups:
-            self.control.all_reduce(changed, dist.ReduceOp.MAX)
-        for group, is_changed in zip(groups, changed.tolist(), strict=True):
-            group.stale = group.stale or (bool(is_changed) and group.trainable)
 
     def _release(self, unit: Unit) -> None:
         if not unit.forward_depth and not unit.active:

@@ -295,19 +295,22 @@ class ParamGroup:
         offset, held = self._offsets[index]
         return held_view(main_grad, offset, held, len(self.params[index].info.global_shape))
 
-    def write_back(self) -> bool:
-        """Keep edits of the unsharded parameters: copy what differs to where this rank's part lives at rest.
+    def write_back(self) -> None:
+        """Keep edits of the unsharded parameters, which are the same on every rank: both `main` and `model` follow.
 
-        Elements that were not edited keep the precision they have there. Returns whether any was.
+        Elements that were not edited keep the precision they have in `main`.
         """
         flat = self.model if self.main is None else self.main
         edited = self.unsharded[self.slice.start : self.slice.stop]
         bits, before = edited.view(torch.uint8), flat.to(self.dtype).view(torch.uint8)
         differs = (bits != before).view(-1, edited.element_size()).any(1)
-        if not bool(differs.any()):
-            return False
-        flat.copy_(torch.where(differs, edited.to(flat.dtype), flat))
-        return True
+        if bool(differs.any()):
+            flat.copy_(torch.where(differs, edited.to(flat.dtype), flat))
+            self.checksum = None
+            self._version = flat._version
+        if self._transient is not None and not self.aliased:
+            r = self.layout.slice(self._rt.rank, self.layout.axes.num_params)
+            self.model.copy_(self.unsharded[r.start : r.stop])
 
     def _drop_accumulated(self, zeroed: Sequence[int]) -> None:
         """Lane job: forget earlier micro-batches of parameters whose grad was zeroed since."""

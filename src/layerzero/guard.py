@@ -55,11 +55,12 @@ def _guard(fn: Callable[..., Any], explain: Callable[[nn.Module, Exception], str
     return guarded
 
 
-def names_in_traceback(error: BaseException) -> Iterator[tuple[nn.Module, frozenset[str]]]:
-    """``self`` and the attribute names used, for every frame of a module's method the error passed through."""
+def names_in_traceback(error: BaseException) -> Iterator[tuple[nn.Module, str, frozenset[str]]]:
+    """``self``, the method and the attribute names used, for every module's frame the error passed through."""
     traceback = error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
-            yield owner, frozenset(traceback.tb_frame.f_code.co_names)
+            code = traceback.tb_frame.f_code
+            yield owner, code.co_name, frozenset(code.co_names)
         traceback = traceback.tb_next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,11 @@ class Mesh:
         """
         if mesh is None:
             if not (dist.is_available() and dist.is_initialized()):
+                if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                    raise ShardingError(
+                        f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised, so every "
+                        f"rank would train alone: call torch.distributed.init_process_group before lz.shard"
+                    )
                 return cls((0,), 0)
             return cls(tuple(range(dist.get_world_size())), dist.get_rank())
         if not dist.is_initialized():

@@ -125,12 +125,15 @@ def become_guarded(module: nn.Module) -> None:
 
 
 def _explain(module: nn.Module, error: Exception) -> str | None:
-    """Why a method outside any forward failed, if it read a parameter that is sharded now."""
-    for owner, names in names_in_traceback(error):
+    """Why a method failed, if it read a parameter outside its unit's forward."""
+    frames = list(names_in_traceback(error))
+    called = (hooks_by_module.get(owner) for owner, method, _ in frames if method in ("forward", "_call_impl"))
+    entered = {unit for hook in called if hook is not None for unit in hook.units}  # these had their parameters
+    for owner, _, names in frames:
         for reader in (owner, *owner.children()):
             hook = hooks_by_module.get(reader)
             for unit in hook.units if hook is not None else ():
-                for param in unit.params if not unit.registered else ():
+                for param in unit.params if not unit.registered and unit not in entered else ():
                     if any(key in names and slots is reader._parameters for slots, key in param.slots):
                         return (
                             f"{describe(param)} was read in a method of {type(owner).__name__} outside the unit's "
@@ -187,7 +190,6 @@ def _unsharded(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        engine.write_back([u for u in units if u.held == 1])
         for unit in units:
             engine.end_unsharded(unit)
         engine.forward_depth -= 1

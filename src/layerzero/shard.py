@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
 from layerzero.buffers import HandOvers, PackBuffers
@@ -74,6 +75,10 @@ def shard(
     config = _configuration(config, sharding, options)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"lz.shard: expected an nn.Module, got {type(module).__name__}")
+    if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
+        raise ConfigError(
+            "lz.shard: the module is wrapped in DistributedDataParallel, which lz.shard replaces: unwrap it"
+        )
     for name, sub in module.named_modules():
         if sub in hooks_by_module:
             raise ShardingError(

@@ -114,7 +114,10 @@ class Sharding:
                 )
         if chain[-1] != world_size:
             names = ", ".join(f"{k} = {v}" for k, v in links.items() if v > world_size)
-            raise ConfigError(f"{names} is larger than the data-parallel group of {world_size} ranks")
+            raise ConfigError(
+                f"{names} is larger than the data-parallel group of {world_size} ranks: "
+                f"lower zero3_size, node_size or the degrees in sharding, or start more ranks"
+            )
         for name in ("params", "grads"):
             if degrees[name] > degrees["optimizer"]:
                 raise ConfigError(

@@ -55,7 +55,7 @@ def tokens_for(step: int, vocab: int, rows: int, length: int = 6) -> torch.Tenso
 
 
 class IntegerModel(nn.Module):
-    """Small integer weights, no bias of rounding: with integer data every sum in training is exact."""
+    """Small integer weights, so with integer data every sum in training is exact; parameters some ranks don't use."""
 
     NUM_IN, NUM_OUT = 6, 3
 
@@ -65,6 +65,7 @@ class IntegerModel(nn.Module):
         self.blocks = nn.ModuleList([IntegerBlock(dim) for _ in range(num_blocks)])
         self.head = nn.Linear(dim, self.NUM_OUT, bias=False)
         self.shift = nn.Parameter(torch.ones(()))
+        self.sometimes = nn.Parameter(torch.ones(self.NUM_OUT))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for p in self.parameters():
@@ -77,18 +78,23 @@ class IntegerModel(nn.Module):
                     p.copy_(torch.randint(2, p.shape, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_used = x[0, 0] > 0
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x) + self.shift
+        x = self.head(x) + self.shift
+        return x + self.sometimes if is_used else x
 
 
 class IntegerBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
+        self.sometimes = nn.Parameter(torch.ones(dim))
         self.linear = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0].sum() % 2 >= 1:
+            x = x + self.sometimes
         return torch.relu(self.linear(x))
 
 

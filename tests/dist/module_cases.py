@@ -193,6 +193,33 @@ def edit_unsharded(strategy: str, lane: str, dtype: str) -> None:
         twins.each(lambda net, rank: loss_of(net, rank, 2).detach())
 
 
+class EditsInside(Net):
+    """Changes a small parameter in every forward: few ranks hold a part of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), unsharded(self, self.layers[1]):
+            self.layers[1].gain.mul_(1.25)
+        with unsharded(self, self.layers[2]):
+            with torch.no_grad():
+                self.layers[2].gain.add_(0.125)
+            penalty = self.layers[2].gain.sum()
+        return super().forward(x) + penalty
+
+
+def edit_inside_forward(strategy: str, lane: str) -> None:
+    """Edits during a forward show in the rest of it, in the next micro-batch and after the step."""
+    twins = Twins(EditsInside, strategy, lane, units=[Layer])
+
+    def script(net: Any, rank: int) -> torch.Tensor:
+        with no_sync(net):
+            loss_of(net, rank, 0).backward()
+        loss = loss_of(net, rank, 1)
+        loss.backward()
+        return loss.detach()
+
+    twins.train(script, steps=3, make=lambda ps: torch.optim.SGD(ps, lr=0.01))
+
+
 def direct_reads(strategy: str, lane: str) -> None:
     """A slice read by mistake is an error that names parameter, unit and both remedies."""
     twins = with_head(strategy, lane)

@@ -72,12 +72,14 @@ class Training:
         grads: mean gradients before clipping, by parameter name: whole ones of the reference, this rank's
             flat slices of a sharded model with the range they hold; None where there is none.
         state: the full state at the end.
+        num_missing: how often a backward of one rank left a parameter without gradient.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     grads: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,14 @@ def reference(main: nn.Module, setup: Setup, dtype: torch.dtype = torch.float32)
                 loss.backward()
                 total += loss.item() / world
                 for (name, p), c in zip(main.named_parameters(), compute.parameters(), strict=True):
+                    run.num_missing += c.grad is None
                     if c.grad is not None:
                         sums[name] = sums.get(name, 0) + c.grad.to(p.dtype) / world
                     c.grad = None
         for name, p in main.named_parameters():
             p.grad = sums.get(name)
+            if p.grad is None and p.requires_grad and world > 1:
+                p.grad = torch.zeros_like(p)  # no rank knows that the others have no gradient either
         run.losses.append(total)
         run.grads.append({n: None if p.grad is None else p.grad.clone() for n, p in main.named_parameters()})
         run.norms.append(nn.utils.clip_grad_norm_(main.parameters(), setup.clip or float("inf")).item())
@@ -319,6 +324,7 @@ def _exact_setup(model: type[nn.Module], world: int, micro: int, dtype: torch.dt
 def _exact_reference(model: type[nn.Module], world: int, micro: int, dtype: torch.dtype) -> Training:
     """Computed in ``dtype``; asserts that numbers have bits to spare, so that no sum is rounded in any order."""
     run = reference(model(), _exact_setup(model, world, micro, dtype), dtype)
+    assert run.num_missing or model is TinyModel
     wide = reference(model().double(), _exact_setup(model, world, micro, torch.float64), torch.float64)
     spare = {torch.float32: 24 - 4, torch.float16: 11 - 2, torch.bfloat16: 8 - 2}[dtype]
     for grads, wide_grads in zip(run.grads, wide.grads, strict=False):

@@ -55,7 +55,9 @@ def test_no_unordered_access(pool: Pool, strategy: str, micro: int) -> None:
         assert reply["streams"] >= 2
 
 
-@pytest.mark.parametrize("options", [{"prefetch_depth": 0}, {"prefetch_depth": 2, "backward_prefetch": "BACKWARD_POST"}])
+@pytest.mark.parametrize(
+    "options", [{"prefetch_depth": 0}, {"prefetch_depth": 2, "backward_prefetch": "BACKWARD_POST"}]
+)
 def test_no_unordered_access_with_other_schedules(pool: Pool, options: dict[str, Any]) -> None:
     for reply in pool.run(stream_case, 4, strategy="layerzero", micro=2, dtype="fp32", options=options):
         assert reply["races"] == []
