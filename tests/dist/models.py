@@ -58,11 +58,12 @@ class IntegerModel(nn.Module):
     """Small integer weights, so with integer data every sum in training is exact; parameters some ranks don't use."""
 
     NUM_IN, NUM_OUT = 6, 3
+    EVEN = False
 
     def __init__(self, num_blocks: int = 2, dim: int = 5) -> None:
         super().__init__()
         self.stem = nn.Linear(self.NUM_IN, dim)
-        self.blocks = nn.ModuleList([IntegerBlock(dim) for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([IntegerBlock(dim, self.EVEN) for _ in range(num_blocks)])
         self.head = nn.Linear(dim, self.NUM_OUT, bias=False)
         self.shift = nn.Parameter(torch.ones(()))
         self.sometimes = nn.Parameter(torch.ones(self.NUM_OUT))
@@ -78,7 +79,7 @@ class IntegerModel(nn.Module):
                     p.copy_(torch.randint(2, p.shape, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_used = x[0, 0] > 0
+        is_used = self.EVEN or x[0, 0] > 0
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
@@ -86,14 +87,21 @@ class IntegerModel(nn.Module):
         return x + self.sometimes if is_used else x
 
 
+class EvenIntegerModel(IntegerModel):
+    """Every rank uses everything. Lanes in a random order keep step across ranks only if ranks do the same."""
+
+    EVEN = True
+
+
 class IntegerBlock(nn.Module):
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, even: bool) -> None:
         super().__init__()
+        self.even = even
         self.sometimes = nn.Parameter(torch.ones(dim))
         self.linear = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x[0].sum() % 2 >= 1:
+        if self.even or x[0].sum() % 2 >= 1:
             x = x + self.sometimes
         return torch.relu(self.linear(x))
 
