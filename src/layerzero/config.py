@@ -204,7 +204,8 @@ class LayerZeROConfig(BaseModel):
         Raises:
             ConfigError: `param_init_fn` is a callable, which cannot be written.
         """
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        # ASCII: PyYAML writes some non-ASCII characters, such as U+0085, in a way it does not read back.
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text

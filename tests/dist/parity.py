@@ -92,6 +92,7 @@ class Setup:
         average: divide the loss by ``micro``; without it micro-batches are summed.
         optimizer: name of a torch optimizer and its options.
         cast_buffers: whether floating-point buffers have the compute dtype too.
+        no_sync: accumulate all micro-batches but the last under `no_sync`; without it every backward reduces.
     """
 
     micro: int
@@ -102,6 +103,7 @@ class Setup:
     average: bool = True
     optimizer: tuple[str, dict[str, Any]] = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
     cast_buffers: bool = True
+    no_sync: bool = True
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         name, options = self.optimizer
@@ -162,7 +164,7 @@ def sharded(model: nn.Module, setup: Setup) -> Training:
         batch = setup.batches(step)[rank]
         total = torch.zeros((), dtype=torch.float64)
         for m in range(setup.micro):
-            with contextlib.nullcontext() if m == setup.micro - 1 else model.no_sync():
+            with model.no_sync() if setup.no_sync and m < setup.micro - 1 else contextlib.nullcontext():
                 loss = setup.loss(model, batch[m]) / setup.divisor
                 loss.backward()
                 total += loss.detach().double() / world
@@ -346,7 +348,13 @@ def _num_bits(tensor: torch.Tensor) -> int:
 
 
 def exact_case(
-    micro: int, dtype: str, lane: str, sharding: Any, tiny: bool = False, options: dict[str, Any] | None = None
+    micro: int,
+    dtype: str,
+    lane: str,
+    sharding: Any,
+    tiny: bool = False,
+    no_sync: bool = True,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Gradients and parameters equal plain PyTorch's bit for bit where no sum is rounded."""
     rank, world = rank_and_size()
@@ -361,7 +369,7 @@ def exact_case(
             p.add_(rank)  # rank 0's win
     with lane_context(lane):
         lz.shard(model, sharding=sharding, units=units, param_dtype=dtype, **(options or {}))
-    setup = _exact_setup(kind, world, micro, compute)
+    setup = replace(_exact_setup(kind, world, micro, compute), no_sync=no_sync)
     got = sharded(model, setup)
     compared = 0
     for step in range(setup.steps):

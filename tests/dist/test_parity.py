@@ -147,6 +147,14 @@ class TestExact:
         ]
         assert pool.run(exact_cases, 4, configurations=configurations) == [len(configurations)] * 4
 
+    def test_every_backward_synchronised(self, pool: Pool) -> None:
+        """Without `no_sync` gradients of micro-batches add up at the optimizer degree."""
+        recipes = product(["ddp", "zero2", "hsdp", "layerzero"], [("fp32", "late"), ("bf16", "threads")])
+        configurations = [
+            {**exact(3, dtype, lane, name, zero3_size=2), "no_sync": False} for name, (dtype, lane) in recipes
+        ]
+        assert pool.run(exact_cases, 4, configurations=configurations) == [len(configurations)] * 4
+
     @pytest.mark.parametrize("ranks", [4, 8])
     def test_model_smaller_than_the_world(self, pool: Pool, ranks: int) -> None:
         names = ["ddp", "zero1", "zero2", "zero3", "hsdp", "layerzero"]

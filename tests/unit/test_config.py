@@ -523,3 +523,10 @@ def test_round_trips_are_identities(tmp_path_factory, values):
 
 def test_round_trip_strategy_covers_every_key():
     assert VALUES.keys() == LayerZeROConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("path", ["\x85", "a\u2028b", "\ufeffx", "数据/步", "\xa0", "\U0001f600"])
+def test_paths_with_unusual_characters_survive_yaml(tmp_path, path):
+    config = LayerZeROConfig(ckpt_load_path=path)
+    config.to_yaml(tmp_path / "config.yml")
+    assert LayerZeROConfig.from_yaml(tmp_path / "config.yml") == config

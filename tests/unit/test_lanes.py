@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -104,10 +105,13 @@ class TestThreads:
         lane, payload = ThreadLane("test"), Payload()
         seen = weakref.ref(payload)
         lane.run(lambda payload=payload: None).wait()
-        lane.run(lambda: None).wait()  # the thread has let go of the first closure when it runs the second
         gc.disable()
         try:
             del payload
+            for _ in range(1000):  # the thread lets go right after it let the caller go on
+                if seen() is None:
+                    break
+                time.sleep(0.005)
             assert seen() is None
         finally:
             gc.enable()
