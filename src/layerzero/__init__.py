@@ -12,6 +12,7 @@ from layerzero.errors import ConfigError, DesyncError, LayerZeroError, ShardingE
 from layerzero.group import ParamInfo
 from layerzero.module import ShardedModule, forward_method, full_state_dict
 from layerzero.optimizers import register_elementwise_optimizer
+from layerzero.parallel.mesh import ParallelMesh
 from layerzero.report import compare_strategies, memory_report, traffic_report
 from layerzero.shard import shard
 from layerzero.sharding import Sharding
@@ -26,6 +27,7 @@ __all__ = [
     "LayerZeROConfig",
     "LayerZeROWarning",
     "LayerZeroError",
+    "ParallelMesh",
     "ParamInfo",
     "ShardedModule",
     "Sharding",

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from layerzero.lanes import Lanes
 from layerzero.mesh import Mesh, compute_device
 from layerzero.module import become_guarded, become_sharded, hooks_by_module
 from layerzero.optimizers import mark_replaced, mark_sharded
+from layerzero.parallel.mesh import ParallelMesh
 from layerzero.precision import Casts
 from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
@@ -43,7 +45,7 @@ def shard(
     module: nn.Module,
     config: LayerZeROConfig | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | ParallelMesh | None = None,
     sharding: Sharding | str | None = None,
     units: Sequence[UnitSpec] | UnitPredicate | None = None,
     **options: Any,
@@ -58,7 +60,8 @@ def shard(
         module: any module; parameters may be on the meta device. Rank 0's values win unless
             ``sync_module_states=False``.
         config: a configuration; the default for keyword use is `LayerZeROConfig()` with fp32 dtypes.
-        mesh: data-parallel dimension(s) of a DeviceMesh; the whole world if None.
+        mesh: data-parallel dimension(s) of a DeviceMesh, or a `ParallelMesh`, of which dp x cp is used (and its
+            zero3_size, where it has one); the whole world if None.
         sharding: three degrees, or a strategy's name; instead of the configuration's.
         units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
             modules; instead of the configuration's ``transformer_layers``. With neither these nor
@@ -84,6 +87,9 @@ def shard(
             raise ShardingError(
                 f"{name or type(module).__name__!r} is sharded already: shard the outermost module, once"
             )
+    if isinstance(mesh, ParallelMesh):
+        config = _with_zero3_size_of(mesh, config)
+        mesh = mesh.zero1
     group = Mesh.of(mesh)
     traffic = Traffic()
     control = Control(group.new_group(), group.size, _device(module, config, mesh), traffic)
@@ -155,6 +161,16 @@ def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | No
     return config
 
 
+def _with_zero3_size_of(mesh: ParallelMesh, config: LayerZeROConfig) -> LayerZeROConfig:
+    if mesh.zero3_size in (None, config.zero3_size):
+        return config
+    if "zero3_size" in config.model_fields_set:
+        raise ConfigError(
+            f"zero3_size is {config.zero3_size} in the configuration and {mesh.zero3_size} in the mesh: give one"
+        )
+    return config.replace(zero3_size=mesh.zero3_size)
+
+
 def _device(module: nn.Module, config: LayerZeROConfig, mesh: DeviceMesh | None) -> torch.device:
     ignored = tuple(f"{name}." for name in config.ignored_modules or ())
     return compute_device(mesh, [p for name, p in module.named_parameters() if not name.startswith(ignored)])
@@ -165,13 +181,16 @@ def _node_size(config: LayerZeROConfig, group: Mesh) -> int | None:
     if config.node_size is not None:
         return config.node_size
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local.isdecimal() or group.ranks != tuple(range(group.size)) or not 1 < int(local) < group.size:
+    if not local.isdecimal() or int(local) < 1:
+        return None
+    per_node = {len(list(ranks)) for _, ranks in groupby(rank // int(local) for rank in group.ranks)}
+    if len(per_node) > 1 or not 1 < (node_size := per_node.pop()) < group.size:
         return None
     try:
-        config.resolve_sharding().resolve(group.size, int(local))
+        config.resolve_sharding().resolve(group.size, node_size)
     except ConfigError:
         return None
-    return int(local)
+    return node_size
 
 
 def _warn_about(module: nn.Module, config: LayerZeROConfig, plan: _Plan) -> None:
