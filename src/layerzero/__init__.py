@@ -10,6 +10,7 @@ from layerzero.arguments import add_arguments, config_from_args
 from layerzero.config import LayerZeROConfig
 from layerzero.errors import ConfigError, DesyncError, LayerZeroError, ShardingError
 from layerzero.group import ParamInfo
+from layerzero.layout import TensorParallel
 from layerzero.module import ShardedModule, forward_method, full_state_dict
 from layerzero.optimizers import register_elementwise_optimizer
 from layerzero.parallel.mesh import ParallelMesh
@@ -32,6 +33,7 @@ __all__ = [
     "ShardedModule",
     "Sharding",
     "ShardingError",
+    "TensorParallel",
     "add_arguments",
     "compare_strategies",
     "config_from_args",

@@ -95,7 +95,8 @@ def _build_group(
                 f"parameter {entry.fqns[0]!r} has gradient hooks, which are lost: register them after lz.shard, on the "
                 f"parameters at rest. They then get this rank's slice of the reduced gradient."
             )
-        info = ParamInfo(entry.fqns[0], tuple(entry.param.shape), Range(0, 0), plan.name, tuple(entry.fqns[1:]))
+        name, *aliases = entry.fqns
+        info = ParamInfo(name, tuple(entry.param.shape), Range(0, 0), plan.name, tuple(aliases), model_fqn=name)
         slots = [(module._parameters, key) for module, key in entry.owners]
         unsharded = nn.Parameter(full.new_empty(0, dtype=dtype), requires_grad=trainable)
         params.append(Param(info, slots, unsharded))

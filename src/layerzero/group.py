@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from layerzero.buffers import HandOvers, PackBuffers, TransientBuffer, gather, h
 from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import Event, Lanes
-from layerzero.layout import GroupLayout, Range
+from layerzero.layout import GroupLayout, Range, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,14 @@ class ParamInfo:
 
     Attributes:
         fqn: name in ``named_parameters()``; further names of a tied parameter are in ``aliases``.
-        global_shape: shape of the whole parameter.
-        global_range: elements of the flattened parameter this rank holds.
+        global_shape: shape of the whole parameter, over all tensor-parallel ranks.
+        global_range: elements this rank holds of the flattened part of `local_shape`; without tensor
+            parallelism, of the whole parameter.
         unit: name of the unit that gathers it; empty for the root.
+        tensor_parallel: how the parameter is cut before data-parallel ranks share it; None without tensor
+            parallelism. Replicated parameters of a tensor-parallel model have one with ``dim=None``.
+        model_fqn: name in the whole model, of which the sharded module may be a pipeline stage.
+        tied_to: name that copies of this parameter on several pipeline stages have in common, if there are any.
     """
 
     fqn: str
@@ -55,6 +60,15 @@ class ParamInfo:
     global_range: Range
     unit: str
     aliases: tuple[str, ...] = ()
+    tensor_parallel: TensorParallel | None = None
+    model_fqn: str = ""
+    tied_to: str | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part that this rank's data-parallel group shares: what modules compute with locally."""
+        cut = self.tensor_parallel
+        return self.global_shape if cut is None else cut.local_shape(self.global_shape)
 
 
 class Param:
@@ -138,7 +152,7 @@ class ParamGroup:
             offset = max(0, min(self.layout.params[i].start + held.start - self.slice.start, flat.numel()))
             view = held_view(flat, offset, held, len(param.info.global_shape))
             param.sharded = nn.Parameter(view, requires_grad=self.trainable)
-            param.info = ParamInfo(param.info.fqn, param.info.global_shape, held, param.info.unit, param.info.aliases)
+            param.info = replace(param.info, global_range=held)
             param.sharded._layerzero_info = param.info  # type: ignore[attr-defined]
             self._offsets.append((offset, held))
 
