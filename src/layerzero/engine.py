@@ -48,6 +48,7 @@ class Engine:
         units: in registration order, the root first.
         rank: this process's data-parallel rank.
         sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
+        resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.
     """
 
     units: list[Unit]
@@ -64,6 +65,7 @@ class Engine:
     casts: Casts
     sync: bool = True
     forward_depth: int = 0
+    resume_pending: bool = False
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _in_backward: bool = False
     _graph_task: int = -1

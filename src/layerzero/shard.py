@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
+from layerzero.checkpoint import load
 from layerzero.collectives import AxisComm, Control, Op, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
@@ -71,6 +72,7 @@ def shard(
     Raises:
         ConfigError: bad degrees, unknown options, classes or names not found.
         ShardingError: something in the module can't be sharded, or already is.
+        CheckpointError: ``ckpt_load_path`` can't be loaded.
         DesyncError: ranks disagree on configuration or model.
     """
     if torch.is_inference_mode_enabled():
@@ -99,6 +101,8 @@ def shard(
     _warn_about(module, config, plan)
     engine, by_module = _build(module, plan, config, group, control, traffic)
     _install(engine, by_module)
+    if config.ckpt_load_path is not None:
+        engine.resume_pending = load(config.ckpt_load_path, module).has_optimizer
     return module
 
 
@@ -153,11 +157,6 @@ def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | No
     if sharding is not None:
         options = {**options, "sharding": sharding}
     config = config.replace(**options) if options else config
-    if config.ckpt_load_path is not None:
-        raise ConfigError(
-            f"ckpt_load_path: {config.ckpt_load_path!r} is set, but loading checkpoints is not available in this "
-            f"version. Remove the key; load full weights with model.load_state_dict."
-        )
     return config
 
 
