@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerzero.checkpoint.storage import DTYPE_NAMES, DTYPES
+from layerzero.checkpoint.storage import DTYPES, dtype_name
 from layerzero.errors import CheckpointError
 
 _TAGS = ("__tuple__", "__dict__", "__tensor__", "__number__", "__bytes__")
@@ -26,8 +26,8 @@ def encode(value: Any, set_aside: Callable[[torch.Tensor], str], where: str) -> 
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor):
-        dtype = DTYPE_NAMES.get(value.dtype)
-        if value.ndim == 0 and dtype is not None and not value.is_complex():
+        dtype = dtype_name(value, where)
+        if value.ndim == 0 and not value.is_complex():
             return {"__number__": [dtype, value.item()]}
         return {"__tensor__": set_aside(value.detach())}
     if isinstance(value, (bytes, bytearray)):
