@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer imports it, which takes a second in every fork
 import torch.distributed as dist
 from torch import nn
 
