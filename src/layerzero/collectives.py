@@ -148,6 +148,10 @@ class Control:
     device: torch.device
     traffic: Traffic
 
+    def first_global_rank(self) -> int:
+        """Global rank of data-parallel rank 0."""
+        return 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
+
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """In-place all-reduce of a small tensor."""
         if self.group is not None:

@@ -15,7 +15,7 @@ from layerzero.checkpoint.manifest import VALUE, Entry, Space, TensorRecord
 from layerzero.checkpoint.model_state import ModelState, Named
 from layerzero.checkpoint.optimizer_state import OptimizerState
 from layerzero.checkpoint.storage import DTYPES, dtype_name
-from layerzero.group import ParamGroup
+from layerzero.layout import GroupLayout
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,11 @@ class Captured:
     def add_model(self, state: ModelState, optimizer: OptimizerState | None) -> None:
         """Parameters, buffers, and elementwise optimizer states."""
         elementwise = {} if optimizer is None else optimizer.elementwise
-        for unit_group, named in zip(_groups(state), state.sharded, strict=True):
-            self._add_group(unit_group, named, elementwise)
+        groups = (group for unit in state.engine.units for group in unit.groups)
+        for group, named in zip(groups, state.sharded, strict=True):
+            if named[0].writes:  # else another tensor-parallel rank has the same
+                space = named[0].name + (f"@{state.first_rank}" if state.first_rank else "")
+                self.add_group(group.layout, group.rank, space, named, elementwise)
         self._add_whole(state.whole, elementwise)
 
     def add_extra(self, tensors: dict[str, torch.Tensor], space: str) -> None:
@@ -80,14 +83,15 @@ class Captured:
             kind=named.kind, shape=named.placement.full, trainable=named.trainable, aliases=named.aliases
         )
 
-    def _add_group(
-        self, group: ParamGroup, named: list[Named], elementwise: dict[str, dict[str, torch.Tensor]]
+    def add_group(
+        self,
+        layout: GroupLayout,
+        rank: int,
+        space: str,
+        named: Sequence[Named],
+        elementwise: dict[str, dict[str, torch.Tensor]],
     ) -> None:
-        if not named[0].writes:  # replicated over tensor-parallel ranks
-            return
-        layout, rank = group.layout, group.rank
-        cut = group.params[0].info.tensor_parallel
-        space = named[0].name if cut is None or cut.dim is None else f"{named[0].name}@tp{cut.rank}"
+        """A param group's parameters and their states, as data-parallel ``rank`` holds them."""
         if rank == 0:
             for n in named:
                 self._describe(n)
@@ -130,11 +134,6 @@ class Captured:
         if sum(part.numel() for part in parts):
             dtype = dtype_name(parts[0], f"{name!r}, {state}")
             self.pieces.append(LocalPiece(space, state, dtype, start, tuple(parts)))
-
-
-def _groups(state: ModelState) -> Iterator[ParamGroup]:
-    for unit in state.engine.units:
-        yield from unit.groups
 
 
 def _runs(held: list[tuple[int, torch.Tensor, str]]) -> Iterator[tuple[int, list[torch.Tensor], str]]:

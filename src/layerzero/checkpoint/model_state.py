@@ -54,12 +54,14 @@ class ModelState:
     Attributes:
         sharded: by param group, in the order of the group's params.
         whole: buffers, and parameters of ignored modules.
+        first_rank: global rank of data-parallel rank 0: tells stages and tensor-parallel ranks apart.
         left_out: ignored modules that nothing trains: their weights come from elsewhere.
     """
 
     engine: Engine
     sharded: list[list[Named]]
     whole: list[Named]
+    first_rank: int
     left_out: tuple[str, ...]
 
     def all(self) -> Iterator[Named]:
@@ -132,7 +134,7 @@ def _model_state(root: nn.Module, include_ignored: bool) -> ModelState:
         )
         for tensor, kind, names in found.values()
     ]  # fmt: skip
-    return ModelState(engine, sharded, whole, tuple(left_out))
+    return ModelState(engine, sharded, whole, engine.control.first_global_rank(), tuple(left_out))
 
 
 def _is_below_kept(root: nn.Module, prefix: str) -> bool:

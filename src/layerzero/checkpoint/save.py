@@ -7,31 +7,20 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from layerzero._version import __version__
 from layerzero.checkpoint import folder as folders
 from layerzero.checkpoint.capture import Captured, LocalPiece
-from layerzero.checkpoint.manifest import (
-    Manifest,
-    OptimizerGroup,
-    OptimizerRecord,
-    Piece,
-    SavedBy,
-    Space,
-    TensorRecord,
-)  # fmt: skip
 from layerzero.checkpoint.model_state import ModelState, model_states
 from layerzero.checkpoint.optimizer_state import OptimizerState, as_list, read_optimizers
 from layerzero.checkpoint.ranks import Ranks
-from layerzero.checkpoint.storage import Blob, header_of, write_file
-from layerzero.checkpoint.values import encode
+from layerzero.checkpoint.shares import describe, merge, piece_blobs, piece_records
+from layerzero.checkpoint.storage import header_of, write_file
 from layerzero.errors import CheckpointError, DesyncError
 
 _RESERVE_NBYTES = 1 << 20  # for the manifest and the file system's own
@@ -168,7 +157,7 @@ class _Job:
     def run(self) -> None:
         """Write, sync, and commit. Collective."""
         file = f"rank-{self.ranks.rank:05d}.safetensors"
-        blobs = list(_blobs(self.pieces))
+        blobs = list(piece_blobs(self.pieces))
         error: Exception | None = None
         checksums: list[list[int]] = []
         try:
@@ -179,10 +168,11 @@ class _Job:
         self.pieces = []
         with self._discarding_draft():
             self.ranks.agree(f"checkpoint {self.step} was not saved, earlier ones are as they were", error)
-        shares = self.ranks.gather_to_first({**self.described, "pieces": list(_records(file, blobs, checksums))})
+        shares = self.ranks.gather_to_first({**self.described, "pieces": list(piece_records(file, blobs, checksums))})
         try:
             if shares is not None:
-                folders.commit(self.draft, self._manifest(shares), self.keep)
+                nbytes = {name: os.path.getsize(self.draft / name) for name in os.listdir(self.draft)}
+                folders.commit(self.draft, merge(shares, self.step, nbytes), self.keep)
         except Exception as e:
             error = e
         with self._discarding_draft():
@@ -196,35 +186,6 @@ class _Job:
             if self.ranks.rank == 0:
                 folders.discard(self.draft)
             raise
-
-    def _manifest(self, shares: list[dict[str, Any]]) -> Manifest:
-        tensors: dict[str, TensorRecord] = {}
-        extra_tensors: dict[str, TensorRecord] = {}
-        spaces: dict[str, Space] = {}
-        pieces: list[Piece] = []
-        placed: set[tuple[Any, ...]] = set()
-        files: dict[str, int] = {}
-        for share in shares:
-            for name, record in share["tensors"].items():
-                tensors.setdefault(name, TensorRecord(**record))
-            extra_tensors |= {name: TensorRecord(**record) for name, record in share["extra_tensors"].items()}
-            for space in map(Space.model_validate, share["spaces"]):
-                # A tensor that two pipeline stages hold is taken from the first of them.
-                entries = [e for e in space.entries if (space.of, e.name, e.dim, e.offset) not in placed]
-                placed |= {(space.of, e.name, e.dim, e.offset) for e in entries}
-                if entries:
-                    spaces[space.name] = space.model_copy(update={"entries": tuple(entries)})
-            pieces += [Piece.model_validate(piece) for piece in share["pieces"]]
-        pieces = [piece for piece in pieces if piece.space in spaces]
-        for file in dict.fromkeys(piece.file for piece in pieces):
-            files[file] = os.path.getsize(self.draft / file)
-        return Manifest(
-            step=self.step, saved_by=SavedBy(**shares[0]["saved_by"]), files=files, tensors=tensors,
-            extra_tensors=extra_tensors, spaces=tuple(spaces.values()), pieces=tuple(pieces),
-            optimizer=_merged_optimizers([s["optimizer"] for s in shares if s["optimizer"] is not None]),
-            left_out=tuple(dict.fromkeys(name for s in shares for name in s["left_out"])), extra=shares[0]["extra"],
-            rank_extra=tuple(s["rank_extra"] for s in shares),
-        )  # fmt: skip
 
 
 def _prepare(
@@ -246,7 +207,8 @@ def _prepare(
         optimizer = _optimizer_state(states, optimizers) if optimizers else None
         for state in states:
             captured.add_model(state, optimizer)
-        described = _describe(ranks, states, optimizer, captured, extra, rank_extra, include_ignored)
+        described = describe(ranks, states, optimizer, captured, extra, rank_extra)
+        described["left_out"] = [] if include_ignored else [name for state in states for name in state.left_out]
     except Exception as e:
         error = e
     options = [str(request.path), request.step, request.keep, request.background, request.overwrite, include_ignored]
@@ -257,7 +219,7 @@ def _prepare(
     ranks.agree("nothing was saved", error)
     if request.background:
         captured.pieces = [piece.in_host_memory() for piece in captured.pieces]
-    blobs = list(_blobs(captured.pieces))
+    blobs = list(piece_blobs(captured.pieces))
     nbytes = ranks.gather(sum(b.nbytes for b in blobs) + len(header_of(blobs)))
     answer: list[Any] = []
     try:
@@ -288,96 +250,3 @@ def _check_space(draft: Path, nbytes: int) -> None:
             f"{draft.parent}: {nbytes / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free. Free some, use "
             f"keep=, or save elsewhere."
         )
-
-
-def _describe(
-    ranks: Ranks,
-    states: list[ModelState],
-    optimizer: OptimizerState | None,
-    captured: Captured,
-    extra: Any,
-    rank_extra: Any,
-    include_ignored: bool,
-) -> dict[str, Any]:
-    """This rank's part of the manifest; adds the tensors of ``extra`` to what is captured."""
-    encoded: dict[str, Any] = {}
-    for label, value in (("extra", extra if ranks.rank == 0 else None), ("rank_extra", rank_extra)):
-        tensors: dict[str, torch.Tensor] = {}
-        space = label if label == "extra" else f"rank-{ranks.rank:05d}"
-
-        def set_aside(tensor: torch.Tensor, tensors: dict[str, torch.Tensor] = tensors, space: str = space) -> str:
-            name = f"{space}.{len(tensors)}"
-            tensors[name] = tensor
-            return name
-
-        encoded[label] = encode(value, set_aside, label)
-        captured.add_extra(tensors, f"{space}:")
-    engine = states[0].engine
-    describes = any(state.engine.rank == 0 for state in states)
-    return {
-        "tensors": {name: record.model_dump() for name, record in captured.tensors.items()},
-        "extra_tensors": {name: record.model_dump() for name, record in captured.extra_tensors.items()},
-        "spaces": [space.model_dump() for space in captured.spaces],
-        "optimizer": None
-        if optimizer is None or not describes
-        else [optimizer.classes, optimizer.scalars, optimizer.groups],
-        "left_out": [] if include_ignored else [name for state in states for name in state.left_out],
-        "saved_by": SavedBy(
-            layerzero=__version__,
-            torch=torch.__version__,
-            world_size=ranks.size,
-            sharding=str(engine.config.resolve_sharding()),
-        ).model_dump(),
-        **encoded,
-    }
-
-
-def _blobs(pieces: Sequence[LocalPiece]) -> Iterator[_PieceBlob]:
-    count: dict[tuple[str, str], int] = {}
-    for piece in pieces:
-        number = count[piece.space, piece.state] = count.get((piece.space, piece.state), -1) + 1
-        key = f"{piece.space}/{piece.state}" + (f"/{number}" if number else "")
-        yield _PieceBlob(
-            key, piece.dtype, (piece.stop - piece.start,), lambda parts=piece.parts: iter(parts), piece=piece
-        )
-
-
-@dataclass(frozen=True)
-class _PieceBlob(Blob):
-    """A piece as a tensor of this rank's file."""
-
-    piece: LocalPiece = field(kw_only=True)
-
-
-def _records(file: str, blobs: Sequence[_PieceBlob], checksums: list[list[int]]) -> Iterator[dict[str, Any]]:
-    for blob, crc in zip(blobs, checksums, strict=True):
-        piece = blob.piece
-        yield {
-            "file": file, "key": blob.key, "space": piece.space, "state": piece.state, "dtype": piece.dtype,
-            "start": piece.start, "stop": piece.stop, "crc32": crc,
-        }  # fmt: skip
-
-
-def _merged_optimizers(shares: list[Any]) -> OptimizerRecord | None:
-    """Of all pipeline stages; each describes the parameters it holds."""
-    if not shares:
-        return None
-    classes: dict[str, None] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    groups: list[tuple[list[str], dict[str, Any]]] = []
-    for names, values, own in shares:
-        classes |= dict.fromkeys(names)
-        for name, states in values.items():
-            scalars.setdefault(name, states)
-        for params, options in own:
-            same = next((known for known, o in groups if o == options), None)
-            if same is None:
-                groups.append((list(params), options))
-            else:
-                known = set(same)
-                same += [p for p in params if p not in known]
-    return OptimizerRecord(
-        classes=tuple(classes),
-        groups=tuple(OptimizerGroup(params=tuple(params), options=options) for params, options in groups),
-        scalars=scalars,
-    )

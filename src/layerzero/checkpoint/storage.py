@@ -94,7 +94,8 @@ def _write_blob(fd: int, blob: Blob) -> list[int]:
     checksums: list[int] = []
     crc, filled, nbytes = 0, 0, 0
     for part in blob.parts():
-        flat = part.reshape(-1).view(torch.uint8)
+        # A single element may have any stride, and then can't be viewed as bytes.
+        flat = part.contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
         at = 0
         while at < flat.numel():
             chunk = flat[at : at + BLOCK_NBYTES - filled].cpu()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layerzero.checkpoint.storage import DTYPE_NAMES, DTYPES
+from layerzero.checkpoint.storage import DTYPES, dtype_name
 from layerzero.errors import CheckpointError
 
 _TAGS = ("__tuple__", "__dict__", "__tensor__", "__number__", "__bytes__", "__float__")
@@ -37,7 +37,7 @@ def encode(value: Any, set_aside: Callable[[torch.Tensor], str], where: str, *, 
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{where[:200]}...: nested more than {_MAX_DEPTH} deep, or contains itself")
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value.detach(), set_aside)
+        return _encode_tensor(value.detach(), set_aside, where)
     if isinstance(value, (bytes, bytearray)):
         return {"__bytes__": bytes(value).hex()}
     if isinstance(value, (list, tuple)):
@@ -56,13 +56,11 @@ def encode(value: Any, set_aside: Callable[[torch.Tensor], str], where: str, *, 
     return _encode_simple(value, where)
 
 
-def _encode_tensor(tensor: torch.Tensor, set_aside: Callable[[torch.Tensor], str]) -> Any:
-    dtype = DTYPE_NAMES.get(tensor.dtype)
-    if tensor.ndim == 0 and dtype is not None and not tensor.is_complex():
-        return {"__number__": [dtype, _encode_simple(tensor.item(), "a tensor")]}
-    if tensor.layout is torch.strided:
-        tensor = tensor.resolve_conj().resolve_neg()
-    return {"__tensor__": set_aside(tensor)}
+def _encode_tensor(tensor: torch.Tensor, set_aside: Callable[[torch.Tensor], str], where: str) -> Any:
+    dtype = dtype_name(tensor, where)
+    if tensor.ndim == 0 and not tensor.is_complex():
+        return {"__number__": [dtype, _encode_simple(tensor.item(), where)]}
+    return {"__tensor__": set_aside(tensor.resolve_conj().resolve_neg())}
 
 
 def _encode_simple(value: Any, where: str) -> Any:
