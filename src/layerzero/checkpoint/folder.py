@@ -36,15 +36,22 @@ def steps(root: Path) -> list[int]:
     """Numbers of the steps in ``root``, ascending; empty where there is no such folder."""
     try:
         names = os.listdir(root)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: can't be read ({error.strerror})") from None
     found = (_STEP.match(name) for name in names)
-    return sorted(int(m[1]) for m in found if m and m[0] == step_name(int(m[1])) and is_step_folder(root / m[0]))
+    return sorted(int(m[1]) for m in found if m and m[0] == step_name(int(m[1])) and _is_step(root / m[0]))
+
+
+def _is_step(path: Path) -> bool:
+    """A link in a run's folder is not a step; one that the user gives the path of may be."""
+    return is_step_folder(path) and not os.path.islink(path)
 
 
 def is_step_folder(path: Path) -> bool:
     """Whether ``path`` holds a checkpoint."""
-    return path.is_dir() and not path.is_symlink() and (path / MANIFEST).exists()
+    return os.path.isfile(path / MANIFEST)  # unlike Path.is_file it never raises
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -77,7 +84,7 @@ def resolve(path: str | os.PathLike[str], step: int | None) -> Path:
     if chosen is None:
         raise CheckpointError(f"{root}: holds no checkpoint: expected {MANIFEST}, or folders such as {step_name(100)}")
     folder = root / step_name(chosen)
-    if not is_step_folder(folder):
+    if not _is_step(folder):
         there = ", ".join(map(str, steps(root))) or "none"
         raise CheckpointError(f"{root}: holds no step {chosen}; there: {there}")
     return folder
@@ -115,7 +122,7 @@ def open_draft(root: Path, step: int, overwrite: bool) -> Path:
         )
     for name in os.listdir(root):
         if name.startswith(_HIDDEN):
-            shutil.rmtree(root / name, ignore_errors=True)
+            _delete(root / name)
     draft = root / f"{_HIDDEN}{step_name(step)}"
     draft.mkdir()
     return draft
@@ -138,11 +145,12 @@ def commit(draft: Path, manifest: Manifest, keep: int | None) -> Path:
     folder = root / step_name(manifest.step)
     before = latest_step(root)
     _point(root, [manifest.step] if before is None else [manifest.step, before])
-    if folder.exists():
-        _remove(folder)
+    replaced = _set_aside(folder) if os.path.lexists(folder) else None
     os.rename(draft, folder)
     _sync_folder(root)
     _point(root, [manifest.step])
+    if replaced is not None:
+        _delete(replaced)  # after the new one has its name: removing may take long
     if keep is not None:
         _retain(root, manifest.step, keep)
     return folder
@@ -156,7 +164,8 @@ def discard(draft: Path) -> None:
 def _point(root: Path, targets: list[int]) -> None:
     """Replace ``latest``."""
     pointer = root / f"{_HIDDEN}{LATEST}"
-    _write_synced(pointer, "".join(f"{step_name(step)}\n" for step in targets))
+    _delete(pointer)
+    _write_synced(pointer, "".join(f"{step_name(step)}\n" for step in targets).encode("ascii"))
     os.replace(pointer, root / LATEST)
     _sync_folder(root)
 
@@ -166,19 +175,29 @@ def _retain(root: Path, newest: int, keep: int) -> None:
     others = [root / step_name(step) for step in steps(root) if step != newest]
     others.sort(key=lambda folder: ((folder / MANIFEST).stat().st_mtime_ns, folder.name), reverse=True)
     for folder in others[keep - 1 :]:
-        _remove(folder)
+        _delete(_set_aside(folder))
 
 
-def _remove(folder: Path) -> None:
+def _set_aside(folder: Path) -> Path:
     away = folder.parent / f"{_HIDDEN}removed-{folder.name}"
-    shutil.rmtree(away, ignore_errors=True)
+    _delete(away)
     os.rename(folder, away)
-    shutil.rmtree(away, ignore_errors=True)
+    return away
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+def _delete(path: Path) -> None:
+    """A folder, a file or a link itself; what can't be deleted stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    """A new file: one that is there may be a link to elsewhere."""
+    with open(path, "xb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from layerzero.checkpoint import folder as folders
-from layerzero.checkpoint.manifest import VALUE, Entry, Manifest, Piece, SavedBy, Space, TensorRecord
+from layerzero.checkpoint.manifest import VALUE, Entry, Manifest, Piece
+from layerzero.checkpoint.plain import plain_files, plain_manifest
 from layerzero.checkpoint.reshard import Copy, Placement, coalesce, cut, overlap
 from layerzero.checkpoint.storage import DTYPES, TensorFile, check_regular, crc32
 from layerzero.checkpoint.values import decode
 from layerzero.errors import CheckpointError
 from layerzero.layout import Range
 
-_INDEX_SUFFIX = ".safetensors.index.json"
+_CHUNK_NUMEL = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -39,50 +40,72 @@ class _Located:
 
     entry: Entry
     placement: Placement
-    pieces: tuple[int, ...]
+    pieces: Sequence[Piece]
 
 
 class Source:
     """A checkpoint folder, or plain safetensors files; opened without reading any tensor."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, follow_links: bool = False, tolerate: bool = False) -> None:
         """
+        Args:
+            follow_links: for files without a manifest, which caches of downloads keep as links.
+            tolerate: keep what is wrong in ``problems`` instead of raising.
+
         Raises:
             CheckpointError: a file is absent, a link, of another size, or holds something else than it should.
         """
         self.folder = folder
         self.manifest = manifest
         self.by_name = dict(_names(manifest))
-        self._files: dict[str, TensorFile] = {}
-        for name, nbytes in manifest.files.items():
-            path = folder / name
-            found = check_regular(path)
-            if found != nbytes:
-                raise CheckpointError(f"{path}: {found} bytes, expected {nbytes}: truncated or altered")
-            self._files[name] = TensorFile(path)
-        for piece in manifest.pieces:
-            file = self._files[piece.file]
-            if piece.key not in file.keys:
-                raise CheckpointError(f"{file.path}: tensor {piece.key!r} is not in it")
-            shape = file.shape(piece.key)
-            numel = 1
-            for size in shape:
-                numel *= size
-            if file.dtype(piece.key) != piece.dtype or numel != piece.stop - piece.start:
-                raise CheckpointError(
-                    f"{file.path}: tensor {piece.key!r} is {file.dtype(piece.key)} of shape {list(shape)}, expected "
-                    f"{piece.dtype} with {piece.stop - piece.start} elements"
-                )
+        self.files: dict[str, TensorFile] = {}
+        self.problems: list[str] = []
+        for problem in self._open_files(follow_links):
+            if not tolerate:
+                raise CheckpointError(problem)
+            self.problems.append(problem)
+
+    def _open_files(self, follow_links: bool) -> Iterator[str]:
+        for name, nbytes in self.manifest.files.items():
+            path = self.folder / name
+            try:
+                found = check_regular(path, follow_links=follow_links)
+                if found != nbytes:
+                    raise CheckpointError(f"{path}: {found} bytes, expected {nbytes}: truncated or altered")
+                self.files[name] = TensorFile(path, follow_links=follow_links)
+            except CheckpointError as error:
+                yield str(error)
+        for piece in self.manifest.pieces:
+            problem = self.mismatch(piece) if piece.file in self.files else None
+            if problem is not None:
+                yield problem
+
+    def mismatch(self, piece: Piece) -> str | None:
+        """How a piece differs from what its file says it holds."""
+        file = self.files[piece.file]
+        if piece.key not in file.keys:
+            return f"{file.path}: tensor {piece.key!r} is not in it"
+        shape, dtype, numel = file.shape(piece.key), file.dtype(piece.key), piece.stop - piece.start
+        if dtype != piece.dtype or prod(shape) != numel:
+            return (
+                f"{file.path}: tensor {piece.key!r} is {dtype} of shape {list(shape)}, expected {piece.dtype} with "
+                f"{numel} elements"
+            )
+        return None
 
     @classmethod
-    def open(cls, path: Path, step: int | None = None) -> Source:
-        """A checkpoint folder, a run's folder with several, a ``.safetensors`` file, or a folder of such files."""
+    def open(cls, path: Path, step: int | None = None, *, tolerate: bool = False) -> Source:
+        """A checkpoint folder, a run's folder with several, a ``.safetensors`` file, or a folder of such files.
+
+        Raises:
+            CheckpointError: there is none, or it can't be trusted; ``tolerate`` as above.
+        """
         if step is None and not folders.is_step_folder(path) and not folders.steps(path):
-            files = plain_files(path)
-            if files:
-                return cls(files[0].parent, plain_manifest(files))
+            plain = plain_files(path)
+            if plain.paths:
+                return cls(plain.paths[0].parent, plain_manifest(plain), follow_links=True, tolerate=tolerate)
         folder = folders.resolve(path, step)
-        return cls(folder, folders.read_manifest(folder))
+        return cls(folder, folders.read_manifest(folder), tolerate=tolerate)
 
     # ------------------------------------------------------------------ tensors
 
@@ -93,25 +116,21 @@ class Source:
 
     @cached_property
     def _located(self) -> dict[tuple[str, str], list[_Located]]:
-        by_space: dict[tuple[str, str], list[int]] = {}
-        for i, piece in enumerate(self.manifest.pieces):
-            by_space.setdefault((piece.space, piece.state), []).append(i)
         spaces = {space.name: space for space in self.manifest.spaces}
         located: dict[tuple[str, str], list[_Located]] = {}
-        for (name, state), indices in by_space.items():
+        for (name, state), pieces in self.manifest.sorted_pieces().items():
             space = spaces[name]
-            indices.sort(key=lambda i: self.manifest.pieces[i].start)
             for entry in space.entries:
-                inside = tuple(i for i in indices if self.manifest.pieces[i].range.intersect(entry.range).numel)
-                place = _Located(entry, self.manifest.placement(space, entry), inside)
-                located.setdefault((entry.name, state), []).append(place)
+                inside = pieces.overlapping(entry.range)
+                if inside:
+                    place = _Located(entry, self.manifest.placement(space, entry), inside)
+                    located.setdefault((entry.name, state), []).append(place)
         return located
 
     def dtype(self, name: str, state: str) -> torch.dtype | None:
         """Stored dtype; None for a tensor without elements."""
         for place in self._located.get((name, state), ()):
-            for i in place.pieces:
-                return DTYPES[self.manifest.pieces[i].dtype]
+            return DTYPES[place.pieces[0].dtype]
         return None
 
     def read(self, wanted: Iterable[Wanted], verify: bool = True) -> None:
@@ -120,20 +139,23 @@ class Source:
         Raises:
             CheckpointError: damaged or unreadable data; what was read before it stays written.
         """
-        jobs: dict[int, list[tuple[Copy, int]]] = {}
+        jobs: dict[int, tuple[Piece, list[tuple[Copy, int]]]] = {}
         outs: list[torch.Tensor] = []
         for want in wanted:
             number = len(outs)
             outs.append(want.out)
-            for place in self._located.get((want.name, want.state), ()):
-                for i in place.pieces:
-                    held = self.manifest.pieces[i].range.intersect(place.entry.range)
-                    to_piece = place.entry.start - self.manifest.pieces[i].start
+            places = self._located.get((want.name, want.state), ())
+            if want.held.numel and not places:
+                raise CheckpointError(f"{self.folder}: no {want.state} of tensor {want.name!r} is stored")
+            for place in places:
+                for piece in place.pieces:
+                    held = piece.range.intersect(place.entry.range)
+                    to_piece = place.entry.start - piece.start
                     for c in overlap(place.placement, held.shift(-place.entry.start), want.placement, want.held):
                         copy = Copy(c.source + to_piece, c.target - want.held.start, c.numel)
-                        jobs.setdefault(i, []).append((copy, number))
-        for i in sorted(jobs, key=lambda i: (self.manifest.pieces[i].file, self.manifest.pieces[i].start)):
-            self._read_piece(self.manifest.pieces[i], jobs[i], outs, verify)
+                        jobs.setdefault(id(piece), (piece, []))[1].append((copy, number))
+        for piece, copies in sorted(jobs.values(), key=lambda job: (job[0].file, job[0].start)):
+            self._read_piece(piece, copies, outs, verify)
 
     def _read_piece(self, piece: Piece, jobs: list[tuple[Copy, int]], outs: list[torch.Tensor], verify: bool) -> None:
         by_block: dict[int, dict[int, list[Copy]]] = {}
@@ -141,8 +163,13 @@ class Source:
             for block, part in cut(copy, piece.block_numel):
                 by_block.setdefault(block, {}).setdefault(number, []).append(part)
         for block in sorted(by_block):
-            first = block * piece.block_numel
-            data = self.read_block(piece, block, verify)
+            if verify and piece.crc32 is not None:
+                first = block * piece.block_numel
+                data = self.read_block(piece, block)
+            else:  # no more than what is wanted
+                copies = [part for parts in by_block[block].values() for part in parts]
+                first, last = min(c.source for c in copies), max(c.source + c.numel for c in copies)
+                data = self.files[piece.file].read(piece.key, first, last)
             for number, parts in by_block[block].items():
                 for part in coalesce(parts):
                     size = (part.num, part.numel)
@@ -159,8 +186,8 @@ class Source:
         """
         start = block * piece.block_numel
         stop = min(start + piece.block_numel, piece.stop - piece.start)
-        data = self._files[piece.file].read(piece.key, start, stop)
-        if verify and piece.crc32 is not None and crc32(data.contiguous()) != piece.crc32[block]:
+        data = self.files[piece.file].read(piece.key, start, stop)
+        if verify and piece.crc32 is not None and crc32(data) != piece.crc32[block]:
             raise CheckpointError(
                 f"{self.folder / piece.file}: tensor {piece.key!r} is damaged: its elements {start} to {stop} do not "
                 f"match their checksum"
@@ -171,13 +198,43 @@ class Source:
         """Blocks of a piece."""
         return -(-(piece.stop - piece.start) // piece.block_numel)
 
-    def full(self, name: str, state: str = VALUE, of: str = "model") -> torch.Tensor:
-        """A whole tensor in its stored dtype, in host memory."""
+    def full(self, name: str, state: str = VALUE, of: Literal["model", "extra"] = "model") -> torch.Tensor:
+        """A whole tensor in its stored dtype, in host memory.
+
+        Raises:
+            CheckpointError: damaged, not stored, or larger than memory. Sizes are those of files that are there.
+        """
         records = self.manifest.tensors if of == "model" else self.manifest.extra_tensors
         shape = records[name].shape
-        out = torch.empty(shape, dtype=self.dtype(name, state) or torch.float32)
+        dtype = self.dtype(name, state)
+        if dtype is None and prod(shape):
+            raise CheckpointError(f"{self.folder}: no {state} of tensor {name!r} is stored")
+        try:
+            out = torch.empty(shape, dtype=dtype or torch.float32)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} of shape {list(shape)}: {error}") from None
         self.read([Wanted(name, state, Placement.whole(shape), Range(0, out.numel()), out.view(-1))])
         return out
+
+    def chunks(self, name: str, state: str = VALUE) -> Iterator[torch.Tensor]:
+        """A tensor of the model in row-major order, in 1-D parts that bound the memory it takes.
+
+        A tensor stored in tensor-parallel shards is held as a whole while its parts are given out.
+
+        Raises:
+            CheckpointError: as `full`.
+        """
+        shape = self.manifest.tensors[name].shape
+        places = self._located.get((name, state), ())
+        if not places or places[0].entry.dim is not None:
+            yield from self.full(name, state).view(-1).split(_CHUNK_NUMEL)
+            return
+        dtype = DTYPES[places[0].pieces[0].dtype]
+        for start in range(0, prod(shape), _CHUNK_NUMEL):
+            held = Range(start, min(start + _CHUNK_NUMEL, prod(shape)))
+            out = torch.empty(held.numel, dtype=dtype)
+            self.read([Wanted(name, state, Placement.whole(shape), held, out)])
+            yield out
 
     def decode(self, value: Any) -> Any:
         """Data of ``extra`` with its tensors read."""
@@ -199,71 +256,3 @@ def _names(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield name, name
         for alias in record.aliases:
             yield alias, name
-
-
-# ---------------------------------------------------------------------------- plain safetensors
-
-
-def plain_files(path: Path) -> list[Path]:
-    """Safetensors files at ``path``: itself, those of the index in it, or all in it; empty if there are none.
-
-    Raises:
-        CheckpointError: an index that is malformed or names files elsewhere.
-    """
-    if path.suffix == ".safetensors" and path.is_file():
-        return [path]
-    if path.name.endswith(_INDEX_SUFFIX) and path.is_file():
-        return _indexed(path)
-    if not path.is_dir():
-        return []
-    indices = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
-    if len(indices) > 1:
-        raise CheckpointError(
-            f"{path}: several index files ({', '.join(i.name for i in indices)}): give the path of one"
-        )
-    return _indexed(indices[0]) if indices else sorted(path.glob("*.safetensors"))
-
-
-def _indexed(index: Path) -> list[Path]:
-    try:
-        if check_regular(index) > 1 << 30:
-            raise ValueError("too large")
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ValueError("it names files in other folders")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not a usable index of safetensors files: {error}") from None
-    return [index.parent / name for name in names]
-
-
-def plain_manifest(files: list[Path]) -> Manifest:
-    """A manifest for files that have none: every tensor is a space, and a piece without checksums.
-
-    Raises:
-        CheckpointError: unreadable, or two files hold the same tensor.
-    """
-    tensors: dict[str, TensorRecord] = {}
-    spaces, pieces = [], []
-    for path in files:
-        file = TensorFile(path)
-        for key in sorted(file.keys):
-            if key in tensors:
-                raise CheckpointError(f"{path}: tensor {key!r} is in another file too")
-            shape, dtype = file.shape(key), file.dtype(key)
-            if dtype not in DTYPES:
-                raise CheckpointError(f"{path}: tensor {key!r} has dtype {dtype}, which is not supported")
-            tensors[key] = TensorRecord(kind="parameter", shape=shape)
-            entry = Entry(name=key, start=0, shape=shape)
-            spaces.append(Space(name=key, numel=entry.range.numel, entries=(entry,)))
-            if entry.range.numel:
-                pieces.append(
-                    Piece.model_construct(
-                        file=path.name, key=key, space=key, state=VALUE, dtype=dtype, start=0, stop=entry.range.numel,
-                        crc32=None,
-                    )
-                )  # fmt: skip
-    return Manifest.model_construct(
-        step=0, saved_by=SavedBy(layerzero="", torch="", world_size=1, sharding=""),
-        files={path.name: check_regular(path) for path in files}, tensors=tensors, spaces=tuple(spaces),
-        pieces=tuple(pieces),
-    )  # fmt: skip

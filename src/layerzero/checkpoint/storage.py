@@ -43,8 +43,8 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
         CheckpointError: it has none.
     """
     name = DTYPE_NAMES.get(tensor.dtype)
-    if name is None or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{what}: a tensor of {tensor.dtype}, {tensor.layout} can't be saved")
+    if name is None or tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(f"{what}: a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device} can't be saved")
     return name
 
 
@@ -128,16 +128,16 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 # ---------------------------------------------------------------------------- reading
 
 
-def check_regular(path: Path) -> int:
+def check_regular(path: Path, *, follow_links: bool = False) -> int:
     """Bytes of a plain file.
 
     Raises:
         CheckpointError: absent, a link, or anything but a plain file.
     """
     try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read ({error.strerror or error})") from None
+        status = os.stat(path, follow_symlinks=follow_links)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise CheckpointError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: not a plain file; links and special files are not followed")
     return status.st_size
@@ -146,12 +146,12 @@ def check_regular(path: Path) -> int:
 class TensorFile:
     """A safetensors file opened for reading ranges of its tensors; nothing is read before it is asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
         """
         Raises:
             CheckpointError: absent, a link, truncated, or no safetensors file.
         """
-        check_regular(path)
+        self.nbytes = check_regular(path, follow_links=follow_links)
         self.path = path
         try:
             self._file: Any = safe_open(path, framework="pt")
@@ -168,23 +168,42 @@ class TensorFile:
         return self._file.get_slice(key).get_dtype()
 
     def read(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of a tensor in row-major order, 1-D, in host memory.
+        """Elements ``start`` to ``stop`` of a tensor in row-major order, 1-D and contiguous, in host memory.
 
-        Of a tensor with several dims the rows that hold them are read.
+        Nothing else is read from the file.
 
         Raises:
             CheckpointError: if it can't be.
         """
-        part = self._file.get_slice(key)
-        shape = tuple(part.get_shape())
         try:
+            part = self._file.get_slice(key)
+            shape = tuple(part.get_shape())
             if not shape:
-                return self._file.get_tensor(key).reshape(-1)[start:stop]
-            row = prod(shape[1:])
-            first, last = start // row, -(-stop // row)
-            return part[first:last].reshape(-1)[start - first * row : stop - first * row]
-        except (SafetensorError, OSError) as error:
+                return self._file.get_tensor(key).reshape(1)[start:stop]
+            if start >= stop:
+                return part[0:0].reshape(-1)
+            boxes = [part[box].reshape(-1) for box in _boxes(shape, start, stop)]
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{self.path}: {key!r} can't be read: {error}") from None
+        return boxes[0] if len(boxes) == 1 else torch.cat(boxes)
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of a tensor of ``shape`` that together select elements ``start`` to ``stop``, row-major and in order."""
+    if len(shape) == 1:
+        yield (slice(start, stop),)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from ((last, *box) for box in _boxes(shape[1:], start - last * row, stop - last * row))
+        return
+    if start < first * row:
+        yield from ((first - 1, *box) for box in _boxes(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield (slice(first, last),)
+    if last * row < stop:
+        yield from ((last, *box) for box in _boxes(shape[1:], 0, stop - last * row))
 
 
 def crc32(tensor: torch.Tensor) -> int:
