@@ -19,6 +19,7 @@ import torch.distributed as dist
 import typer
 
 import layerzero as lz
+from layerzero.parallel.context import ContextParallel, parallelize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python only knows this folder
 
@@ -37,6 +38,7 @@ class Trainer:
     """A sharded module with its optimizer and schedule."""
 
     module: VideoDiffusion  # and an lz.ShardedModule, since lz.shard
+    mesh: lz.ParallelMesh
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     order: DataOrder
@@ -81,9 +83,11 @@ def start_distributed() -> torch.device:
 
 def build_trainer(settings: Settings, engine: lz.LayerZeROConfig, device: torch.device) -> Trainer:
     torch.manual_seed(settings.seed)
+    mesh = lz.ParallelMesh(cp=settings.cp)
     module = VideoDiffusion(settings.transformer, settings.flow).to(device)
     num_params = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    lz.shard(module, engine)
+    parallelize(module.transformer, ContextParallel.of(mesh))
+    lz.shard(module, engine, mesh=mesh)
     lz.forward_method(module, "velocity")  # sampling calls it outside of forward
     options = settings.optimizer
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -93,13 +97,13 @@ def build_trainer(settings: Settings, engine: lz.LayerZeROConfig, device: torch.
     order = DataOrder(
         load_clips("train"),
         settings.seed,
-        dist.get_rank(),
-        dist.get_world_size(),
+        mesh.coordinate("dp"),  # ranks that share clips draw the same clips and the same noise
+        mesh.size("dp"),
         settings.batch_size,
         settings.micro_batches,
     )
     schedule = warmup_cosine(optimizer, options, settings.steps)
-    return Trainer(module, optimizer, schedule, order, options.max_grad_norm, device, num_params)
+    return Trainer(module, mesh, optimizer, schedule, order, options.max_grad_norm, device, num_params)
 
 
 def warmup_cosine(
@@ -117,20 +121,20 @@ def warmup_cosine(
 
 
 def sample_held_out(trainer: Trainer, settings: Settings) -> list[report.SampledClip]:
-    """Samples `clips_per_rank` captions on every rank; all ranks get all clips."""
+    """Samples `clips_per_rank` captions on every data-parallel rank; all ranks get all clips."""
     first_clips = {clip.shot.index: clip for clip in reversed(load_clips("held_out"))}
     clips = [first_clips[shot] for shot in sorted(first_clips)]
     count = settings.sampling.clips_per_rank
     if count == 0:
         return []
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank, num_ranks = trainer.mesh.coordinate("dp"), trainer.mesh.size("dp")
     wanted = [clips[index % len(clips)] for index in range(count * num_ranks)]
     mine = wanted[rank * count : (rank + 1) * count]
     generator = torch.Generator(trainer.device).manual_seed(settings.seed + rank)
     trainer.module.eval()
     sampled = trainer.module.sample([clip.caption for clip in mine], settings.sampling, generator)
     gathered = [torch.empty_like(sampled) for _ in range(num_ranks)]
-    dist.all_gather(gathered, sampled.contiguous())
+    dist.all_gather(gathered, sampled.contiguous(), group=trainer.mesh.device_mesh["dp"].get_group())
     pairs = zip(wanted, torch.cat(gathered).cpu(), strict=True)
     return [report.SampledClip(clip.caption, clip_frames(clip), frames) for clip, frames in pairs][: len(clips)]
 
@@ -148,7 +152,7 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(settings, engine, device)
-    clips_per_step = settings.batch_size * settings.micro_batches * dist.get_world_size()
+    clips_per_step = settings.batch_size * settings.micro_batches * trainer.mesh.size("dp")
     ready = time.perf_counter()
     with RunLog(output, steps=settings.steps, every=settings.log_every, clips_per_step=clips_per_step) as log:
         for step in range(settings.steps):
@@ -180,12 +184,13 @@ def main(
     engine: Annotated[Path, typer.Option(help="LayerZeRO configuration (YAML or JSON).")] = HERE / "layerzero.yaml",
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the settings'.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Clips per rank and micro-batch.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks, which share clips.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Clips per data-parallel rank and micro-batch.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and noise.")] = None,
 ) -> None:
     """Trains, then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT."""
-    overrides = {"steps": steps, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed}
+    overrides = {"steps": steps, "cp": cp, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed}
     try:
         run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output)
     finally:

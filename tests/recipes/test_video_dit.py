@@ -25,6 +25,8 @@ from recipes.video_dit.model import LATENT_SHAPE, VideoDiffusion
 from recipes.video_dit.settings import FlowSettings, SamplingSettings, Settings, TransformerSettings
 from recipes.video_dit.text import TEXT_DIM, TextEncoder
 from recipes.video_dit.vae import load_vae, psnr
+from tests.dist.pool import Pool
+from tests.recipes import video_dit_cases
 
 RECIPE = Path(clips_module.__file__).parent
 JOB = Path(__file__).with_name("video_dit_job.py")
@@ -127,6 +129,16 @@ def test_model_runs_with_bf16_parameters() -> None:
     assert model.encode_clips(batch, [clip.index for clip in clips]).shape == (2, *LATENT_SHAPE)
     sampled = model.sample(["a meadow"], SamplingSettings(steps=2), torch.Generator().manual_seed(0))
     assert sampled.shape == (1, CLIP_FRAMES, 3, 72, 128) and sampled.dtype == torch.uint8
+
+
+@pytest.mark.dist
+def test_context_parallel_ranks_train_like_fewer_ranks(pool: Pool) -> None:
+    """Four ranks of which two share each clip have the losses, norms and samples of two ranks."""
+    plain = pool.run(video_dit_cases.short_training, 2, cp=1)[0]
+    shared = pool.run(video_dit_cases.short_training, 4, cp=2)
+    assert shared[0] == shared[1]
+    for name, values in plain.items():
+        assert shared[0][name] == pytest.approx(values, rel=1e-4) and len(set(values)) == len(values) > 1
 
 
 @pytest.mark.timeout(180)
