@@ -166,7 +166,7 @@ class Unit:
     def take_back(self) -> None:
         """End of `lend`: carry edits of the copies over."""
         for param, copy in self.lent.items():
-            param.local.copy_(local_of(copy.detach()))
+            param.local.data.copy_(local_of(copy.detach()))
         if self.lent:
             self.lent = {}
             self.register_unsharded()
