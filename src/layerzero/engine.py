@@ -37,6 +37,7 @@ from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
 from layerzero.schedule import Schedule
 from layerzero.sharding import Axes
+from layerzero.tensor_parallel import TensorRanks
 from layerzero.unit import Phase, Unit, Use
 
 
@@ -47,6 +48,7 @@ class Engine:
     Attributes:
         units: in registration order, the root first.
         rank: this process's data-parallel rank.
+        tensor: tensor-parallel ranks, if parameters are DTensors.
         sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
         resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.
     """
@@ -63,6 +65,7 @@ class Engine:
     refresher: Refresher
     grad_source: GradSource
     casts: Casts
+    tensor: TensorRanks | None = None
     sync: bool = True
     forward_depth: int = 0
     resume_pending: bool = False
