@@ -62,13 +62,9 @@ def shard(
         module: any module; parameters may be on the meta device. Rank 0's values win unless
             ``sync_module_states=False``.
         config: a configuration; the default for keyword use is `LayerZeROConfig()` with fp32 dtypes.
-<<<<<<< HEAD
         mesh: data-parallel dimension(s) of a DeviceMesh, or a `ParallelMesh`, of which dp x cp is used (and its
-            zero3_size, where it has one); the whole world if None.
-=======
-        mesh: data-parallel dimension(s) of a DeviceMesh; the whole world if None. Parameters that are
-            DTensors over its tensor-parallel dimension stay so.
->>>>>>> tppp
+            zero3_size, where it has one); the whole world if None. Parameters that are DTensors over its
+            tensor-parallel dimension stay so.
         sharding: three degrees, or a strategy's name; instead of the configuration's.
         units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
             modules; instead of the configuration's ``transformer_layers``. With neither these nor
