@@ -137,19 +137,19 @@ def commit(draft: Path, manifest: Manifest, keep: int | None) -> Path:
         found = check_regular(draft / name)
         if found != nbytes:
             raise CheckpointError(f"{draft / name}: {found} bytes, expected {nbytes}")
-    _write_synced(draft / MANIFEST, dumps(manifest))
-    _sync_folder(draft)
+    write_synced(draft / MANIFEST, dumps(manifest))
+    sync_folder(draft)
     folder = root / step_name(manifest.step)
     replaced = _set_aside(folder) if os.path.lexists(folder) else None
     os.rename(draft, folder)
-    _sync_folder(root)
+    sync_folder(root)
     if replaced is not None:
         _delete(replaced)  # after the new one has its name: removing may take long
     pointer = root / f"{_HIDDEN}{LATEST}"
     _delete(pointer)
-    _write_synced(pointer, f"{folder.name}\n".encode("ascii"))
+    write_synced(pointer, f"{folder.name}\n".encode("ascii"))
     os.replace(pointer, root / LATEST)
-    _sync_folder(root)
+    sync_folder(root)
     if keep is not None:
         _retain(root, manifest.step, keep)
     return folder
@@ -184,7 +184,7 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     """A new file: one that is there may be a link to elsewhere."""
     with open(path, "xb") as file:
         file.write(data)
@@ -192,7 +192,8 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Names in a folder on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -265,9 +265,13 @@ def loads(data: bytes, where: str) -> Manifest:
                 f"{where}: format version {str(outline.version)[:40]!r}, but this layerzero reads version {VERSION}: "
                 f"use the release that wrote it, or a newer one"
             )
-        return Manifest.model_validate_json(content, strict=True)
+        manifest = Manifest.model_validate_json(content, strict=True)
     except ValidationError as error:
         raise CheckpointError(f"{where}: {first_problem(error)}") from None
+    for piece in manifest.pieces:
+        if piece.crc32 is None:
+            raise CheckpointError(f"{where}: piece {piece.key!r} of {piece.file} has no checksums")
+    return manifest
 
 
 def first_problem(error: ValidationError) -> str:
@@ -372,8 +376,8 @@ def _check_pieces(m: Manifest, spaces: Mapping[str, Space]) -> Iterator[str]:
         stored.add((piece.file, piece.key))
         if piece.stop <= piece.start or piece.stop > spaces[piece.space].numel:
             yield f"{where}: range {piece.start}..{piece.stop} is empty or leaves space {piece.space!r}"
-        if piece.crc32 is None or len(piece.crc32) != -(-piece.nbytes // BLOCK_NBYTES):
-            yield f"{where}: {len(piece.crc32 or ())} checksums for {piece.nbytes} bytes"
+        if piece.crc32 is not None and len(piece.crc32) != -(-piece.nbytes // BLOCK_NBYTES):
+            yield f"{where}: {len(piece.crc32)} checksums for {piece.nbytes} bytes"
         nbytes[piece.file] += piece.nbytes
     for file, total in nbytes.items():
         if total > m.files[file]:
