@@ -39,8 +39,9 @@ class TestSteps:
                 (tmp_path / name / "manifest.json").write_text("{}")
         (tmp_path / "step-00000012").write_text("a file")
         (tmp_path / "step-00000013").symlink_to(step_name(7))
-        (tmp_path / "step-00000014" / "manifest.json").mkdir(parents=True)
         assert steps(tmp_path) == [7, 100, 123456789]
+        (tmp_path / "step-00000014" / "manifest.json").mkdir(parents=True)  # damaged: not to be passed over
+        assert steps(tmp_path) == [7, 14, 100, 123456789]
         assert steps(tmp_path / "step-00000012") == []
 
     @pytest.mark.parametrize(

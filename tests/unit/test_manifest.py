@@ -165,6 +165,15 @@ class TestTypes:
         content = json.dumps(CONTENT).encode().replace(b'"step": 5', b'"step": ' + b"9" * 10**5)
         assert "number" in refusal(seal(content)).lower()
 
+    @pytest.mark.parametrize(
+        "path",
+        ["extra", "optimizer", "version", "spaces/0/of", "spaces/0/entries/0/dim", "tensors/b/aliases",
+         "saved_by/torch", "pieces/0/crc32", "optimizer/scalars"],
+    )  # fmt: skip
+    def test_fields_that_lack(self, path: str) -> None:
+        field = path.split("/")[-1]
+        assert re.search(f"lacks {field}|{field}': Field required", refusal(changed(path)))
+
 
 class TestConsistency:
     @pytest.mark.parametrize(

@@ -48,8 +48,13 @@ def _is_step(path: Path) -> bool:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether ``path`` holds a checkpoint."""
-    return os.path.isfile(path / MANIFEST)  # unlike Path.is_file it never raises
+    """Whether ``path`` holds a checkpoint, if perhaps a damaged one."""
+    return os.path.lexists(path / MANIFEST)
+
+
+def has_step_name(path: Path) -> bool:
+    """Whether ``path`` is or was a checkpoint: without its manifest its files are not taken for plain ones."""
+    return is_step_folder(path) or _STEP.match(path.name) is not None
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:

@@ -101,7 +101,7 @@ class Source:
         Raises:
             CheckpointError: there is none, or it can't be trusted; ``tolerate`` as above.
         """
-        if step is None and not folders.is_step_folder(path) and not folders.steps(path):
+        if step is None and not folders.has_step_name(path) and not folders.steps(path):
             plain = plain_files(path)
             if plain.paths:
                 return cls(plain.paths[0].parent, plain_manifest(plain), is_plain=True, tolerate=tolerate)
@@ -194,10 +194,6 @@ class Source:
             )
         return data
 
-    def num_blocks(self, piece: Piece) -> int:
-        """Blocks of a piece."""
-        return -(-(piece.stop - piece.start) // piece.block_numel)
-
     def block_range(self, piece: Piece, block: int) -> Range:
         """Elements of a piece, counted from its start, that a block holds."""
         start = block * piece.block_numel
@@ -246,11 +242,11 @@ class Source:
 
         def tensor(name: str) -> torch.Tensor:
             if name not in self.manifest.extra_tensors:
-                raise CheckpointError(f"{self.folder}: extra data asks for a tensor {name!r} that is not there")
+                raise CheckpointError(f"{self.folder}: extra data asks for a tensor {name[:100]!r} that is not there")
             return self.full(name, of="extra")
 
         try:
-            return decode(value, tensor)
+            return decode(value, tensor, f"{self.folder / folders.MANIFEST}: extra data")
         except RecursionError:
             raise CheckpointError(f"{self.folder}: extra data is nested too deeply") from None
 

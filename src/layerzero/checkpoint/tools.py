@@ -182,7 +182,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None, *, progress: P
     done = compared = num_checksums = 0
     for piece in source.manifest.pieces:
         usable = piece.file in source.files and source.mismatch(piece) is None
-        for block in range(source.num_blocks(piece)):
+        for block in range(piece.num_blocks):
             nbytes = source.block_range(piece, block).numel * DTYPES[piece.dtype].itemsize
             if usable:
                 try:
@@ -214,17 +214,17 @@ def _strays(source: Source) -> Iterator[str]:
 def _undecodable(source: Source) -> Iterator[str]:
     def named(name: str) -> torch.Tensor:
         if name not in source.manifest.extra_tensors:
-            raise CheckpointError(f"asks for a tensor {name!r} that is not there")
+            raise CheckpointError(f"extra data asks for a tensor {name[:100]!r} that is not there")
         return torch.empty(0)  # its bytes are verified where they lie
 
     def refuse(name: str) -> NoReturn:
-        raise CheckpointError(f"asks for tensor {name!r}, where only numbers are expected")
+        raise CheckpointError(f"an optimizer value asks for tensor {name!r}, where only numbers are expected")
 
     for where, value in _encoded(source.manifest):
         try:
-            decode(value, refuse if where.startswith("optimizer") else named)
+            decode(value, refuse if where.startswith("optimizer") else named, where)
         except CheckpointError as error:
-            yield f"{source.folder / MANIFEST}: {where}: {error}"
+            yield f"{source.folder / MANIFEST}: {error}"
 
 
 def _encoded(m: Manifest) -> Iterator[tuple[str, Any]]:
