@@ -53,6 +53,7 @@ class Settings(_Section):
     micro_batches: PositiveInt = 2
     batch_size: PositiveInt = 2
     log_every: PositiveInt = 10
+    save_every: PositiveInt = 40
     transformer: TransformerSettings = TransformerSettings()
     flow: FlowSettings = FlowSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

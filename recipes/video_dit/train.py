@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Pyt
 
 from recipes.video_dit import report
 from recipes.video_dit.batches import DataOrder
+from recipes.video_dit.checkpoints import Checkpoints, Progress
 from recipes.video_dit.clips import clip_frames, load_clips
 from recipes.video_dit.model import VideoDiffusion
 from recipes.video_dit.runlog import RunLog
@@ -146,18 +147,34 @@ def write_results(output: Path, losses: list[float], engine_report: str, sampled
     (output / "report.md").write_text(f"# Memory and traffic\n\n{engine_report}\n", encoding="utf-8")
 
 
-def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
+def train(trainer: Trainer, settings: Settings, log: RunLog, checkpoints: Checkpoints, first_step: int) -> None:
+    """All steps from `first_step` on, with a checkpoint every so many."""
+    saved: lz.Saved | None = None
+    for step in range(first_step, settings.steps):
+        lr = trainer.schedule.get_last_lr()[0]
+        log.step(*trainer.step(step), lr)
+        if checkpoints.due(step + 1):
+            log.flush()
+            progress = Progress(step + 1, log.losses)
+            saved = checkpoints.save(trainer.module, trainer.optimizer, trainer.schedule, progress)
+    if saved is not None:
+        saved.wait()
+
+
+def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path, fresh: bool = False) -> None:
     start = time.perf_counter()
     device = start_distributed()
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(settings, engine, device)
     clips_per_step = settings.batch_size * settings.micro_batches * trainer.mesh.size("dp")
+    checkpoints = Checkpoints(output / "checkpoints", settings)
+    done = Progress() if fresh else checkpoints.restore(trainer.module, trainer.optimizer, trainer.schedule)
     ready = time.perf_counter()
-    with RunLog(output, steps=settings.steps, every=settings.log_every, clips_per_step=clips_per_step) as log:
-        for step in range(settings.steps):
-            lr = trainer.schedule.get_last_lr()[0]
-            log.step(*trainer.step(step), lr)
+    with RunLog(
+        output, steps=settings.steps, every=settings.log_every, clips_per_step=clips_per_step, losses=done.losses
+    ) as log:
+        train(trainer, settings, log, checkpoints, done.step)
     trained = time.perf_counter()
     engine_report = report.engine_report(trainer.module, settings.micro_batches)
     sampled = sample_held_out(trainer, settings)
@@ -168,6 +185,7 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
             "num_trained_params": trainer.num_params,
             "num_ranks": dist.get_world_size(),
             "steps": settings.steps,
+            "resumed_at_step": done.step,
             "clips_per_step": clips_per_step,
             "loss_first_tenth": tenths.first,
             "loss_last_tenth": tenths.last,
@@ -188,11 +206,12 @@ def main(
     batch_size: Annotated[int | None, typer.Option(help="Clips per data-parallel rank and micro-batch.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and noise.")] = None,
+    fresh: Annotated[bool, typer.Option(help="Start anew where OUTPUT holds an unfinished run.")] = False,
 ) -> None:
-    """Trains, then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT."""
+    """Trains, or goes on with the unfinished run in OUTPUT, then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT."""
     overrides = {"steps": steps, "cp": cp, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed}
     try:
-        run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output)
+        run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output, fresh)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

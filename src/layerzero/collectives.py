@@ -23,9 +23,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-Op = Literal["unshard", "refresh", "reduce", "sync", "control", "exchange"]
+Op = Literal["unshard", "refresh", "reduce", "sync", "control", "exchange", "tensor", "tied"]
 CONTROL = -1
-"""Axis number under which control messages are counted."""
+"""Axis number under which is counted what follows no axis: control messages, and sums over tensor-parallel ranks or
+over pipeline stages with tied parameters."""
 
 
 def _pick(*names: str):
@@ -137,8 +138,30 @@ class AxisComm:
 
 
 @dataclass(frozen=True)
+class SumComm:
+    """Sums over ranks outside the data-parallel group that hold the same parameters.
+
+    Attributes:
+        group: process group used by one lane, or by the compute thread, only.
+        size: ranks in it.
+        op: what the traffic is counted as.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    op: Op
+    traffic: Traffic
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In-place sum, equal bit by bit on every rank."""
+        self.traffic.add(self.op, CONTROL, 2 * _nbytes(tensor) * (self.size - 1) // self.size)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True)
 class Control:
-    """Small collectives over the whole data-parallel group, called from the compute thread.
+    """Small collectives over the whole data-parallel (or tensor-parallel) group, called from the compute thread.
 
     With one rank every method is the identity and nothing is sent.
     """
@@ -148,6 +171,10 @@ class Control:
     device: torch.device
     traffic: Traffic
 
+    def first_global_rank(self) -> int:
+        """Global rank of data-parallel rank 0."""
+        return 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
+
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """In-place all-reduce of a small tensor."""
         if self.group is not None:
@@ -156,7 +183,7 @@ class Control:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place broadcast from data-parallel rank 0."""
+        """In-place broadcast from the group's rank 0."""
         if self.group is not None:
             self.traffic.add("control", CONTROL, _nbytes(tensor))
             dist.broadcast(tensor, group_src=0, group=self.group)

@@ -37,6 +37,7 @@ from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
 from layerzero.schedule import Schedule
 from layerzero.sharding import Axes
+from layerzero.tensor_parallel import TensorRanks
 from layerzero.unit import Phase, Unit, Use
 
 
@@ -47,7 +48,9 @@ class Engine:
     Attributes:
         units: in registration order, the root first.
         rank: this process's data-parallel rank.
+        tensor: tensor-parallel ranks, if parameters are DTensors.
         sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
+        resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.
     """
 
     units: list[Unit]
@@ -62,8 +65,10 @@ class Engine:
     refresher: Refresher
     grad_source: GradSource
     casts: Casts
+    tensor: TensorRanks | None = None
     sync: bool = True
     forward_depth: int = 0
+    resume_pending: bool = False
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _in_backward: bool = False
     _graph_task: int = -1

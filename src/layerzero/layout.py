@@ -58,6 +58,37 @@ class Range:
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """How one parameter lies over the ranks of a tensor-parallel group.
+
+    Attributes:
+        dim: dim of the whole parameter that is cut; None when every rank holds all of it.
+        rank: this process's tensor-parallel rank.
+        size: tensor-parallel ranks.
+    """
+
+    dim: int | None
+    rank: int
+    size: int
+
+    def indices(self, shape: Sequence[int]) -> Range:
+        """Indices along `dim` of the whole parameter of ``shape`` that this rank holds.
+
+        As ``torch.chunk`` cuts: ``ceil(n / size)`` each, where the last ranks get less or nothing.
+        """
+        assert self.dim is not None
+        n = shape[self.dim]
+        each = -(-n // self.size)
+        return Range(min(n, self.rank * each), min(n, (self.rank + 1) * each))
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of this rank's part of a parameter of ``shape``."""
+        if self.dim is None:
+            return tuple(shape)
+        return (*shape[: self.dim], self.indices(shape).numel, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
 class GroupLayout:
     """Layout of one param group's flat buffer.
 

@@ -12,6 +12,9 @@ from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_h
 from layerzero.lanes import Event
 from layerzero.unit import Unit
 
+_NUM_CHECKED_BACKWARDS = 2
+"""Backwards in which gradients of plain parameters are compared over tensor-parallel ranks."""
+
 
 class Reducer:
     """Reduces units in a canonical order.
@@ -25,17 +28,20 @@ class Reducer:
     def __init__(
         self,
         units: Sequence[Unit],
-        control: Control,
+        controls: Sequence[Control],
         traffic: Traffic,
         source: GradSource,
         hand_overs: HandOvers,
         eager: bool,
     ) -> None:
-        """``eager`` reduces a unit as soon as it may be, else after the next unit's gather was issued."""
+        """``controls`` reach the data-parallel, then the tensor-parallel ranks.
+
+        ``eager`` reduces a unit as soon as it may be, else after the next unit's gather was issued.
+        """
         self._units = units
         self._hand_overs = hand_overs
         self._order = [u for u in reversed(units) if u.trainable_groups]
-        self._control = control
+        self._controls = controls
         self._traffic = traffic
         self._source = source
         self._eager = eager
@@ -63,6 +69,9 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             unit.reduced = True
+            if self._traffic.num_backwards < _NUM_CHECKED_BACKWARDS:
+                for group in unit.trainable_groups:
+                    group.check_replicas()
             with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
                 self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
 
@@ -102,6 +111,7 @@ class Reducer:
 
     def _agree_on_order(self, ready: list[Unit]) -> None:
         mine = ready + [u for u in self._order if u not in ready]
-        device = self._control.device
-        ids = torch.tensor([u.index for u in mine], dtype=torch.int64, device=device)
-        self._order = [self._units[i] for i in self._control.broadcast(ids).tolist()]
+        ids = torch.tensor([u.index for u in mine], dtype=torch.int64, device=self._controls[0].device)
+        for control in self._controls:
+            control.broadcast(ids)
+        self._order = [self._units[i] for i in ids.tolist()]

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
-from layerzero.collectives import AxisComm, Control, Op, Traffic
+from layerzero.checkpoint import load
+from layerzero.collectives import AxisComm, Control, Op, SumComm, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
 from layerzero.engine import Engine
@@ -36,6 +37,7 @@ from layerzero.refresh import Refresher
 from layerzero.schedule import Schedule, ScheduleOptions
 from layerzero.sharding import Axes, Sharding
 from layerzero.state import install_state_dict_hooks
+from layerzero.tensor_parallel import TensorRanks, find_mesh
 from layerzero.unit import Unit
 from layerzero.units import UnitPlan, UnitPredicate, UnitSpec, choose_units, find_ignored, plan_units
 from layerzero.warnings_ import warn
@@ -61,7 +63,8 @@ def shard(
             ``sync_module_states=False``.
         config: a configuration; the default for keyword use is `LayerZeROConfig()` with fp32 dtypes.
         mesh: data-parallel dimension(s) of a DeviceMesh, or a `ParallelMesh`, of which dp x cp is used (and its
-            zero3_size, where it has one); the whole world if None.
+            zero3_size, where it has one); the whole world if None. Parameters that are DTensors over its
+            tensor-parallel dimension stay so.
         sharding: three degrees, or a strategy's name; instead of the configuration's.
         units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
             modules; instead of the configuration's ``transformer_layers``. With neither these nor
@@ -71,6 +74,7 @@ def shard(
     Raises:
         ConfigError: bad degrees, unknown options, classes or names not found.
         ShardingError: something in the module can't be sharded, or already is.
+        CheckpointError: ``ckpt_load_path`` can't be loaded.
         DesyncError: ranks disagree on configuration or model.
     """
     if torch.is_inference_mode_enabled():
@@ -97,9 +101,22 @@ def shard(
         config = config.replace(zero3_size=math.gcd(config.zero3_size, group.size))
     plan = _plan_together(module, config, units, group, control)
     _warn_about(module, config, plan)
-    engine, by_module = _build(module, plan, config, group, control, traffic)
+    places = _Places(group, control, _tensor_ranks(plan, group, control.device, traffic), traffic)
+    engine, by_module = _build(module, plan, config, places)
     _install(engine, by_module)
+    if config.ckpt_load_path is not None:
+        engine.resume_pending = load(config.ckpt_load_path, module).has_optimizer
     return module
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Ranks that a model is spread over."""
+
+    group: Mesh
+    control: Control
+    tensor: TensorRanks | None
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,7 @@ class _Plan:
     axes: Axes
     ignored: set[nn.Module]
     units: list[UnitPlan]  # the root's first
+    tensor_mesh: DeviceMesh | None
 
 
 def _plan_together(
@@ -126,9 +144,9 @@ def _plan_together(
         axes = config.resolve_sharding().resolve(group.size, _node_size(config, group))
         ignored = find_ignored(module, config.ignored_modules or ())
         specs = units if units is not None else (config.transformer_layers or None)
-        plan = _Plan(
-            axes, ignored, plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
-        )
+        unit_plans = plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
+        tensor_mesh = find_mesh(((e.fqns[0], e.param) for unit in unit_plans for e in unit.params), group.ranks)
+        plan = _Plan(axes, ignored, unit_plans, tensor_mesh)
     except LayerZeroError as error:
         failure = error
     structure = {} if plan is None else describe_structure(module, plan.units, plan.axes, plan.ignored)
@@ -143,6 +161,18 @@ def _plan_together(
     return plan
 
 
+def _tensor_ranks(plan: _Plan, group: Mesh, device: torch.device, traffic: Traffic) -> TensorRanks | None:
+    mesh = plan.tensor_mesh
+    if mesh is None:
+        return None
+    ranks = Mesh.of(mesh)
+    lane_group = ranks.new_group()
+    if lane_group is None:
+        return None
+    control = Control(mesh.get_group(), ranks.size, device, traffic)
+    return TensorRanks(mesh, ranks.rank, control, SumComm(lane_group, ranks.size, "tensor", traffic))
+
+
 def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | None, options: dict[str, Any]):
     if config is None:
         param_dtype = options.get("param_dtype", "fp32")
@@ -153,11 +183,6 @@ def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | No
     if sharding is not None:
         options = {**options, "sharding": sharding}
     config = config.replace(**options) if options else config
-    if config.ckpt_load_path is not None:
-        raise ConfigError(
-            f"ckpt_load_path: {config.ckpt_load_path!r} is set, but loading checkpoints is not available in this "
-            f"version. Remove the key; load full weights with model.load_state_dict."
-        )
     return config
 
 
@@ -212,9 +237,9 @@ def _warn_about(module: nn.Module, config: LayerZeROConfig, plan: _Plan) -> None
 
 
 def _build(
-    module: nn.Module, plan: _Plan, config: LayerZeROConfig, group: Mesh, control: Control, traffic: Traffic
+    module: nn.Module, plan: _Plan, config: LayerZeROConfig, places: _Places
 ) -> tuple[Engine, dict[nn.Module, Unit]]:
-    axes = plan.axes
+    axes, group, control, traffic = plan.axes, places.group, places.control, places.traffic
     lanes = Lanes.make(control.device)
 
     def comms(op: Op, which: range) -> dict[int, AxisComm]:
@@ -230,8 +255,9 @@ def _build(
     )
     hand_overs = HandOvers(lanes)
     runtime = Runtime(
-        group.rank, all_comms, lanes, PackBuffers(lanes), hand_overs, config.reduce_torch_dtype, config.offload_grads
-    )
+        group.rank, all_comms, lanes, PackBuffers(lanes), hand_overs, config.reduce_torch_dtype, config.offload_grads,
+        places.tensor,
+    )  # fmt: skip
     options = BuildOptions(
         axes, config.param_torch_dtype, config.buffer_torch_dtype, config.sync_module_states,
         config.param_init_fn,
@@ -256,7 +282,8 @@ def _build(
         lanes, traffic,
         DesyncCheck([u.name for u in units], all_comms.unshard, config.desync_check, control.device),
     )  # fmt: skip
-    source = GradSource(units, control, counts=group.rank < axes.degree(axes.num_optimizer))
+    controls = [control] if places.tensor is None else [control, places.tensor.control]
+    source = GradSource(units, controls)
     eager = config.backward_reduce_scatter == "BACKWARD_PRE"
     casts = Casts(
         config.param_torch_dtype if config.autocast_input else None,
@@ -264,8 +291,8 @@ def _build(
     )
     engine = Engine(
         units=units, config=config, axes=axes, rank=group.rank, lanes=lanes, control=control, traffic=traffic,
-        schedule=schedule, reducer=Reducer(units, control, traffic, source, hand_overs, eager),
-        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts,
+        schedule=schedule, reducer=Reducer(units, controls, traffic, source, hand_overs, eager),
+        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts, tensor=places.tensor,
     )  # fmt: skip
     return engine, by_module
 
