@@ -247,9 +247,9 @@ class ActivationComm:
         return out
 
 
-def sum_in_fp32(rows: torch.Tensor) -> torch.Tensor:
-    """Sum over dim 0 of ``rows`` [m, n] in fp32 [n]; always a new tensor."""
-    if len(rows) > 8:
+def sum_in_fp32(rows: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum over dim 0 of ``rows`` [m, n], or of m tensors [n], in fp32 [n]; always a new tensor."""
+    if len(rows) > 8 and isinstance(rows, torch.Tensor):
         return rows.sum(0, dtype=torch.float32)
     total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:  # adds without a copy of all rows in fp32, which `sum` makes of half precision
