@@ -13,6 +13,8 @@ from layerzero.group import ParamInfo
 from layerzero.layout import TensorParallel
 from layerzero.module import ShardedModule, forward_method, full_state_dict
 from layerzero.optimizers import register_elementwise_optimizer
+from layerzero.parallel.pipeline import Pipeline
+from layerzero.parallel.stage import StageNames
 from layerzero.report import compare_strategies, memory_report, traffic_report
 from layerzero.shard import shard
 from layerzero.sharding import Sharding
@@ -28,9 +30,11 @@ __all__ = [
     "LayerZeROWarning",
     "LayerZeroError",
     "ParamInfo",
+    "Pipeline",
     "ShardedModule",
     "Sharding",
     "ShardingError",
+    "StageNames",
     "TensorParallel",
     "add_arguments",
     "compare_strategies",
