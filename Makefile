@@ -16,6 +16,8 @@ PYTEST_ARGS ?=
 # One thread per process: several ranks share the cores. Models come from packages, never from a hub.
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
+# Otherwise ranks that torchrun restarts find the addresses of the ranks that died (pytorch issue 167288).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
@@ -48,7 +50,7 @@ test: setup check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: setup
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 --max-restarts 3 \
 		recipes/video_dit/train.py --config recipes/video_dit/demo.yaml --output runs/demo
 
 # Pins what .venv holds now, without local version labels such as +cpu.

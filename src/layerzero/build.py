@@ -198,11 +198,8 @@ def _prepare_buffers(
                 continue
             if buffer not in done:
                 cast = options.buffer_dtype if buffer.is_floating_point() else None
-                new = buffer.detach().to(device=device, dtype=cast)
+                new = buffer.detach().to(device=device, dtype=cast).contiguous()  # expanded ones get own memory
                 if options.broadcast and new.numel():
-                    local = local_of(new)
-                    flat = local.reshape(-1).contiguous().view(torch.uint8)
-                    control.broadcast(flat)
-                    local.copy_(flat.view(local.dtype).view(local.shape))
+                    control.broadcast(local_of(new).view(-1).view(torch.uint8))
                 done[buffer] = new
             module._buffers[key] = done[buffer]

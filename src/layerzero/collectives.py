@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-Op = Literal["unshard", "refresh", "reduce", "sync", "control", "tensor", "tied"]
+Op = Literal["unshard", "refresh", "reduce", "sync", "control", "exchange", "tensor", "tied"]
 CONTROL = -1
 """Axis number under which is counted what follows no axis: control messages, and sums over tensor-parallel ranks or
 over pipeline stages with tied parameters."""
@@ -121,7 +121,7 @@ class AxisComm:
         if wire.device.type == "cpu":
             received = torch.empty_like(wire)
             dist.all_to_all_single(received, wire, group=self.group)
-            return _sum_in_fp32(received.view(self.size, -1)).mul_(1.0 / self.size)
+            return sum_in_fp32(received.view(self.size, -1)).mul_(1.0 / self.size)
         shard = wire.new_empty(wire.numel() // self.size)
         _reduce_scatter(shard, wire, op=dist.ReduceOp.AVG, group=self.group)
         return shard.float()
@@ -171,6 +171,10 @@ class Control:
     device: torch.device
     traffic: Traffic
 
+    def first_global_rank(self) -> int:
+        """Global rank of data-parallel rank 0."""
+        return 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
+
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """In-place all-reduce of a small tensor."""
         if self.group is not None:
@@ -204,7 +208,46 @@ class Control:
         return out.cpu()
 
 
-def _sum_in_fp32(rows: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class ActivationComm:
+    """Collectives of activations inside a group that shares samples, called from the compute thread.
+
+    Counted as "exchange" along axis 0 of a `Traffic` of its own. One rank sends nothing.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    traffic: Traffic
+
+    def all_to_all(self, send: torch.Tensor, send_numels: Sequence[int], receive_numels: Sequence[int]) -> torch.Tensor:
+        """Consecutive pieces of ``send`` [n] go to consecutive ranks; their pieces for this rank [m], in rank order."""
+        if self.group is None:
+            return send
+        own = send_numels[dist.get_rank(self.group)]
+        self.traffic.add("exchange", 0, (send.numel() - own) * send.element_size())
+        received = send.new_empty(sum(receive_numels))
+        dist.all_to_all_single(received, send, list(receive_numels), list(send_numels), group=self.group)
+        return received
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """``part`` [n] of every rank, [size * n] in rank order."""
+        if self.group is None:
+            return part
+        self.traffic.add("exchange", 0, _nbytes(part) * (self.size - 1))
+        out = part.new_empty(part.numel() * self.size)
+        _all_gather(out, part, group=self.group)
+        return out
+
+    def all_reduce_sum(self, small: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, a new tensor."""
+        out = small.clone()
+        if self.group is not None:
+            self.traffic.add("control", CONTROL, 2 * _nbytes(small) * (self.size - 1) // self.size)
+            dist.all_reduce(out, group=self.group)
+        return out
+
+
+def sum_in_fp32(rows: torch.Tensor) -> torch.Tensor:
     """Sum over dim 0 of ``rows`` [m, n] in fp32 [n]; always a new tensor."""
     if len(rows) > 8:
         return rows.sum(0, dtype=torch.float32)

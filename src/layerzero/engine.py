@@ -54,6 +54,7 @@ class Engine:
         hold: leave the reductions of a synchronised backward running; whoever set it calls `finish_step`.
         probing: a backward now is one over inputs only, for the shapes of gradients: nothing is reduced.
         model_fqn: from a name in this module to the one in the whole model, of which it may be a stage.
+        resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.
     """
 
     units: list[Unit]
@@ -74,6 +75,7 @@ class Engine:
     hold: bool = False
     probing: bool = False
     forward_depth: int = 0
+    resume_pending: bool = False
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _in_backward: bool = False
     _graph_task: int = -1

@@ -31,3 +31,7 @@ class ShardingError(LayerZeroError, RuntimeError):
 
 class DesyncError(LayerZeroError, RuntimeError):
     """Ranks that must agree (on the configuration, the model or the order of units) do not."""
+
+
+class CheckpointError(LayerZeroError, RuntimeError):
+    """A checkpoint that can't be written, is damaged or malformed, or does not fit the model."""

@@ -72,12 +72,12 @@ class Mesh:
     def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         # Local synchronisation: only members take part, so that pipeline stages and tensor-parallel
         # replicas need not construct their groups in step with each other.
-        group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=_default_timeout())
+        group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=default_timeout())
         assert isinstance(group, dist.ProcessGroup)
         return group
 
 
-def _default_timeout() -> timedelta | None:
+def default_timeout() -> timedelta | None:
     """The timeout the user gave ``init_process_group``, which `new_group` does not inherit."""
     for backend in ("cpu", torch.accelerator.current_accelerator()):
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):

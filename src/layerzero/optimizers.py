@@ -58,6 +58,12 @@ def _inspect(optimizer: torch.optim.Optimizer) -> tuple[int, list[weakref.ref[En
         ref = getattr(p, "_layerzero_engine", None)
         if ref is not None:
             engines[id(ref())] = ref
+    if any(engine is not None and engine.resume_pending for engine in (ref() for ref in engines.values())):
+        raise ShardingError(
+            f"ckpt_load_path names a checkpoint with optimizer states, but only the weights were loaded so far: call "
+            f"lz.resume(model, optimizer) once {type(optimizer).__name__} is built, or lz.resume(model) to go on with "
+            f"fresh optimizer states."
+        )
     if engines and not _is_elementwise(type(optimizer)):
         raise ShardingError(
             f"{type(optimizer).__name__} is not known to be elementwise. A rank holds flat slices of parameters, cut "

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
+from layerzero.checkpoint import load
 from layerzero.collectives import AxisComm, Control, Op, SumComm, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
@@ -28,6 +30,7 @@ from layerzero.lanes import Lanes
 from layerzero.mesh import Mesh, compute_device
 from layerzero.module import become_guarded, become_sharded, hooks_by_module
 from layerzero.optimizers import mark_replaced, mark_sharded
+from layerzero.parallel.mesh import ParallelMesh
 from layerzero.parallel.stage import StageNames
 from layerzero.precision import Casts
 from layerzero.reducer import Reducer
@@ -45,7 +48,7 @@ def shard(
     module: nn.Module,
     config: LayerZeROConfig | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | ParallelMesh | None = None,
     sharding: Sharding | str | None = None,
     units: Sequence[UnitSpec] | UnitPredicate | None = None,
     stage: StageNames | None = None,
@@ -61,8 +64,9 @@ def shard(
         module: any module; parameters may be on the meta device. Rank 0's values win unless
             ``sync_module_states=False``.
         config: a configuration; the default for keyword use is `LayerZeROConfig()` with fp32 dtypes.
-        mesh: data-parallel dimension(s) of a DeviceMesh; the whole world if None. Parameters that are
-            DTensors over its tensor-parallel dimension stay so.
+        mesh: data-parallel dimension(s) of a DeviceMesh, or a `ParallelMesh`, of which dp x cp is used (and its
+            zero3_size, where it has one); the whole world if None. Parameters that are DTensors over its
+            tensor-parallel dimension stay so.
         sharding: three degrees, or a strategy's name; instead of the configuration's.
         units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
             modules; instead of the configuration's ``transformer_layers``. With neither these nor
@@ -73,6 +77,7 @@ def shard(
     Raises:
         ConfigError: bad degrees, unknown options, classes or names not found.
         ShardingError: something in the module can't be sharded, or already is.
+        CheckpointError: ``ckpt_load_path`` can't be loaded.
         DesyncError: ranks disagree on configuration or model.
     """
     if torch.is_inference_mode_enabled():
@@ -89,6 +94,9 @@ def shard(
             raise ShardingError(
                 f"{name or type(module).__name__!r} is sharded already: shard the outermost module, once"
             )
+    if isinstance(mesh, ParallelMesh):
+        config = _with_zero3_size_of(mesh, config)
+        mesh = mesh.zero1
     group = Mesh.of(mesh)
     traffic = Traffic()
     control = Control(group.new_group(), group.size, _device(module, config, mesh), traffic)
@@ -101,6 +109,8 @@ def shard(
     places = _Places(group, control, _tensor_ranks(plan, group, control.device, traffic), traffic)
     engine, by_module = _build(module, plan, config, places, stage)
     _install(engine, by_module)
+    if config.ckpt_load_path is not None:
+        engine.resume_pending = load(config.ckpt_load_path, module).has_optimizer
     return module
 
 
@@ -178,12 +188,17 @@ def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | No
     if sharding is not None:
         options = {**options, "sharding": sharding}
     config = config.replace(**options) if options else config
-    if config.ckpt_load_path is not None:
-        raise ConfigError(
-            f"ckpt_load_path: {config.ckpt_load_path!r} is set, but loading checkpoints is not available in this "
-            f"version. Remove the key; load full weights with model.load_state_dict."
-        )
     return config
+
+
+def _with_zero3_size_of(mesh: ParallelMesh, config: LayerZeROConfig) -> LayerZeROConfig:
+    if mesh.zero3_size in (None, config.zero3_size):
+        return config
+    if "zero3_size" in config.model_fields_set:
+        raise ConfigError(
+            f"zero3_size is {config.zero3_size} in the configuration and {mesh.zero3_size} in the mesh: give one"
+        )
+    return config.replace(zero3_size=mesh.zero3_size)
 
 
 def _device(module: nn.Module, config: LayerZeROConfig, mesh: DeviceMesh | None) -> torch.device:
@@ -196,13 +211,16 @@ def _node_size(config: LayerZeROConfig, group: Mesh) -> int | None:
     if config.node_size is not None:
         return config.node_size
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local.isdecimal() or group.ranks != tuple(range(group.size)) or not 1 < int(local) < group.size:
+    if not local.isdecimal() or int(local) < 1:
+        return None
+    per_node = {len(list(ranks)) for _, ranks in groupby(rank // int(local) for rank in group.ranks)}
+    if len(per_node) > 1 or not 1 < (node_size := per_node.pop()) < group.size:
         return None
     try:
-        config.resolve_sharding().resolve(group.size, int(local))
+        config.resolve_sharding().resolve(group.size, node_size)
     except ConfigError:
         return None
-    return int(local)
+    return node_size
 
 
 def _warn_about(module: nn.Module, config: LayerZeROConfig, plan: _Plan) -> None:

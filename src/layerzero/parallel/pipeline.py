@@ -31,6 +31,7 @@ from layerzero.errors import ConfigError, ShardingError
 from layerzero.group import ParamGroup
 from layerzero.mesh import Mesh
 from layerzero.module import engine_of
+from layerzero.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class Pipeline:
 
     Example::
 
-        stage_module = build_stage(mesh["pp"].get_local_rank())  # with the whole model's names, or StageNames
-        lz.shard(stage_module, config, mesh=mesh["dp"])
-        stage = PipelineStage(stage_module, index, num_stages, device, group=mesh["pp"].get_group())
-        pipeline = lz.Pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn), mesh["pp"])
+        mesh = lz.ParallelMesh(pp=2)
+        stage_module = build_stage(mesh.coordinate("pp"))  # with the whole model's names, or StageNames
+        lz.shard(stage_module, config, mesh=mesh)
+        stage = PipelineStage(stage_module, mesh.coordinate("pp"), 2, device, group=mesh.pp.get_group())
+        pipeline = lz.Pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn), mesh)
         pipeline.step(batch, target=target)
         pipeline.clip_grad_norm_(1.0)
         optimizer.step()
@@ -79,8 +81,14 @@ class Pipeline:
     ``autocast_output=False``.
     """
 
-    def __init__(self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, mesh: DeviceMesh) -> None:
-        """Make it on every rank of ``mesh``, the pipeline dimension of a DeviceMesh, after `layerzero.shard`.
+    def __init__(
+        self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, mesh: DeviceMesh | ParallelMesh
+    ) -> None:
+        """Make it on every rank of the pipeline, after `layerzero.shard`.
+
+        Args:
+            schedule: over stages whose modules are sharded.
+            mesh: the pipeline dimension of a DeviceMesh, or a `ParallelMesh`.
 
         Raises:
             ShardingError: if a stage is not sharded, the schedule splits backwards into inputs' and weights'
@@ -97,9 +105,10 @@ class Pipeline:
                 f"{type(schedule).__name__} computes gradients of weights apart from those of inputs, which sharded "
                 f"stages don't support: use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
             )
-        ranks = Mesh.of(mesh)
+        dimension = mesh.pp if isinstance(mesh, ParallelMesh) else mesh
+        ranks = Mesh.of(dimension) if dimension is not None else Mesh((dist.get_rank(),), 0)
         traffic = self._engines[0].traffic
-        group = mesh.get_group() if ranks.size > 1 else None
+        group = dimension.get_group() if dimension is not None and ranks.size > 1 else None
         self._control = Control(group, ranks.size, self._engines[0].control.device, traffic)
         self._ties = self._find_ties(ranks)
         with torch.no_grad():

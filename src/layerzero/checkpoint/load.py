@@ -1,0 +1,276 @@
+"""`layerzero.load`: every rank reads the ranges it needs, whatever layout they were saved with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from layerzero.checkpoint.manifest import VALUE
+from layerzero.checkpoint.model_state import ModelState, Named, model_states
+from layerzero.checkpoint.optimizer_state import as_list, names_of_params, shared_options
+from layerzero.checkpoint.ranks import Ranks
+from layerzero.checkpoint.save import wait_for_pending
+from layerzero.checkpoint.source import Source, Wanted
+from layerzero.checkpoint.values import decode
+from layerzero.errors import CheckpointError, DesyncError
+from layerzero.module import engine_of
+from layerzero.warnings_ import warn
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load found.
+
+    Attributes:
+        step: the number given to `save`; 0 for plain safetensors files.
+        has_optimizer: whether it holds optimizer states.
+        extra: what was given to `save`, tensors in host memory.
+        rank_extra: of this rank; None if the checkpoint is of another number of ranks.
+        missing: names of the model (and "optimizer state of ...") that the checkpoint lacks: they keep their values.
+        unexpected: names of the checkpoint that the model lacks.
+        mismatched: what has another shape there, with both: not loaded.
+    """
+
+    folder: Path
+    step: int
+    has_optimizer: bool = False
+    extra: Any = None
+    rank_extra: Any = None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+) -> Loaded:
+    """Load a checkpoint into a sharded model, and optimizers, of any layout. Call it on every rank of the job.
+
+    Number of ranks, strategy, tensor-parallel and pipeline layout, param groups and compute dtype may all differ from
+    those it was saved with. Each rank reads only what it needs and verifies the checksums of what it reads.
+
+    Args:
+        path: a run's folder, of which the latest checkpoint is taken; a checkpoint's folder; or plain safetensors: a
+            file, or a folder with files and their index, for weights only.
+        model: the sharded model, or the pipeline stages on this rank.
+        optimizer: one or several, as built after ``lz.shard``; None loads weights only. Hyper-parameters are loaded by
+            parameter; where a group here joins ones that differed, those keep their present value and a warning says
+            so.
+        step: a certain checkpoint of a run's folder.
+        strict: refuse missing, unexpected and mismatched names, listing them; else load the rest and return them.
+
+    Raises:
+        CheckpointError: absent, damaged, or not fitting the model; on every rank. Names and shapes are compared before
+            anything is changed.
+        DesyncError: ranks disagree on the arguments.
+    """
+    wait_for_pending()
+    ranks = Ranks.all()
+    told = ranks.gather([str(path), step, strict, optimizer is None])
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise DesyncError(f"lz.load: rank 0 was called with {told[0]}, rank {rank} with {other}")
+    plan: _Plan | None = None
+    error: Exception | None = None
+    try:
+        source = Source.open(Path(path), step)
+        plan = _plan(source, model_states(model, include_ignored=True), as_list(optimizer))
+    except Exception as e:
+        error = e
+    ranks.agree("nothing was loaded", error)
+    assert plan is not None
+    plan.find_unexpected(ranks)
+    try:
+        if strict:
+            plan.refuse_differences()
+    except CheckpointError as e:
+        error = e
+    ranks.agree("nothing was loaded", error)
+    result: Loaded | None = None
+    try:
+        plan.run()
+        result = plan.result(ranks)
+    except Exception as e:
+        error = e
+    ranks.agree("the model may now hold a mixture; load another checkpoint before going on", error)
+    assert result is not None
+    return result
+
+
+def resume(
+    model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None = None
+) -> Loaded | None:
+    """Load the checkpoint that the configuration's ``ckpt_load_path`` names; None if it names none.
+
+    ``lz.shard`` has loaded the weights; this also loads the optimizers' states and returns ``extra``. Without
+    ``optimizer`` training goes on from the weights with fresh states.
+
+    Raises:
+        ShardingError, CheckpointError, DesyncError: as from `load`.
+    """
+    engines = [engine_of(m) for m in ([model] if isinstance(model, nn.Module) else model)]
+    path = engines[0].config.ckpt_load_path
+    result = None if path is None else load(path, model, optimizer)
+    for engine in engines:
+        engine.resume_pending = False
+    return result
+
+
+@dataclass
+class _Plan:
+    """What to read and what differs; made without communication and without changing anything."""
+
+    source: Source
+    states: list[ModelState]
+    wanted: list[Wanted] = field(default_factory=list)
+    optimizers: list[tuple[Optimizer, dict[str, Any]]] = field(default_factory=list)  # with a state_dict to load
+    used: set[str] = field(default_factory=set)  # tensors of the checkpoint
+    optimized: set[str] = field(default_factory=set)  # of those, with a param group here
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def find_unexpected(self, ranks: Ranks) -> None:
+        """What no rank uses: other pipeline stages take theirs. Collective."""
+        first = any(state.engine.rank == 0 for state in self.states)
+        told = ranks.gather(
+            [str(self.source.folder), *((sorted(self.used), sorted(self.optimized)) if first else ((), ()))]
+        )
+        folders = dict.fromkeys(folder for folder, _, _ in told)
+        if len(folders) > 1:
+            raise DesyncError(f"lz.load: ranks see different checkpoints: {', '.join(folders)}")
+        used = set().union(*(names for _, names, _ in told))
+        self.unexpected += [name for name in self.source.manifest.tensors if name not in used]
+        record = self.source.manifest.optimizer
+        if self.optimizers and record is not None:
+            optimized = set().union(*(names for _, _, names in told))
+            saved = [name for group in record.groups for name in group.params]
+            self.unexpected += [f"optimizer state of {name}" for name in saved if name in used - optimized]
+
+    def refuse_differences(self) -> None:
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "different": self.mismatched}
+        lines = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+        if lines:
+            raise CheckpointError(
+                f"{self.source.folder} does not fit the model. {'; '.join(lines)}. Pass strict=False to load the rest."
+            )
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self.source.read(self.wanted)
+        for optimizer, state_dict in self.optimizers:
+            optimizer.load_state_dict(state_dict)
+        for state in self.states:
+            state.engine.refresher.mark_all_stale()
+        for text in self.warnings:
+            warn(text)
+
+    def result(self, ranks: Ranks) -> Loaded:
+        manifest = self.source.manifest
+        rank_extra = manifest.rank_extra
+        mine = rank_extra[ranks.rank] if rank_extra is not None and len(rank_extra) == ranks.size else None
+        return Loaded(
+            self.source.folder, manifest.step, manifest.optimizer is not None, self.source.decode(manifest.extra),
+            self.source.decode(mine), tuple(self.missing), tuple(self.unexpected), tuple(self.mismatched),
+        )  # fmt: skip
+
+
+def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer]) -> _Plan:
+    plan = _Plan(source, states)
+    names_there: dict[int, str] = {}  # by id of the tensor here
+    for state in states:
+        for named in state.all():
+            names = [source.by_name[name] for name in (named.name, *named.aliases) if name in source.by_name]
+            plan.used.update(names)
+            if not names:
+                if not named.name.startswith(tuple(f"{prefix}." for prefix in state.left_out)):
+                    plan.missing.append(named.name)
+                continue
+            shape = source.manifest.tensors[names[0]].shape
+            if shape != named.placement.full:
+                plan.mismatched.append(f"{named.name} ({list(shape)} there, {list(named.placement.full)} here)")
+                continue
+            names_there[id(named.tensor)] = names[0]
+            plan.wanted.append(Wanted(names[0], VALUE, named.placement, named.held, named.flat))
+    by_id = {id(n.tensor): n for state in states for n in state.all()}
+    for optimizer in optimizers:
+        _plan_optimizer(plan, optimizer, by_id, names_there)
+    return plan
+
+
+def _plan_optimizer(plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], names_there: dict[int, str]) -> None:
+    record, kind = plan.source.manifest.optimizer, type(optimizer).__name__
+    names_of_params(optimizer, by_id)  # refuses strangers
+    if record is None:
+        plan.missing.append(f"states of {kind} (none were saved)")
+        return
+    if kind not in record.classes:
+        plan.mismatched.append(f"optimizer ({', '.join(record.classes)} there, {kind} here)")
+        return
+    options = {name: group.options for group in record.groups for name in group.params}
+    members = {name: group.params for group in record.groups for name in group.params}
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    index = 0
+    for number, group in enumerate(optimizer.param_groups):
+        found: list[dict[str, Any]] = []
+        here = {k: v for k, v in group.items() if k != "params"}
+        indices = range(index, index + len(group["params"]))
+        index = indices.stop
+        for i, p in zip(indices, group["params"], strict=True):
+            name = names_there.get(id(p))
+            if name is None:
+                continue  # the weight is missing or mismatched, and was listed
+            if name not in options:
+                plan.missing.append(f"optimizer state of {by_id[id(p)].name}")
+                continue
+            plan.optimized.add(name)
+            if options[name] not in found:
+                found.append(options[name])
+            state[i] = _state_of(plan, p, by_id[id(p)], name, members[name])
+        same, differing = shared_options(found) if found else ({}, [])
+        loaded = {k: decode(v, _refuse_tensor) for k, v in same.items()}
+        if differing:
+            plan.warnings.append(
+                f"param group {number} of {kind} joins parameters that were saved with different values of "
+                f"{', '.join(differing)}: these keep their present values"
+            )
+        groups.append({**here, **loaded, "params": list(indices)})
+    plan.optimizers.append((optimizer, {"state": {i: s for i, s in state.items() if s}, "param_groups": groups}))
+
+
+def _state_of(plan: _Plan, p: torch.Tensor, named: Named, name: str, members: tuple[str, ...]) -> dict[str, Any]:
+    source = plan.source
+    keys = source.states.get(name, set()) - {VALUE}
+    if 0 in named.placement.full:  # a tensor without elements has no pieces; its states exist all the same
+        keys = set().union(*(source.states.get(member, set()) for member in members)) - {VALUE}
+    state: dict[str, Any] = {}
+    for key in sorted(keys):
+        state[key] = torch.empty_like(p, dtype=source.dtype(name, key) or p.dtype, requires_grad=False)
+        plan.wanted.append(Wanted(name, key, named.placement, named.held, state[key].view(-1)))
+    record = source.manifest.optimizer
+    assert record is not None
+    for key, value in record.scalars.get(name, {}).items():
+        state[key] = decode(value, _refuse_tensor)
+    return state
+
+
+def _refuse_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"an optimizer value asks for tensor {name!r}, where only numbers are expected")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
