@@ -158,6 +158,7 @@ class ParamGroup:
         has_replicas = axes.degree(axes.num_optimizer) <= runtime.rank
         has_tensor_replicas = self.is_replicated and runtime.tensor is not None and runtime.tensor.rank > 0
         self.counts = not (has_replicas or has_tensor_replicas)  # in norms: one of each set of replicas must
+        self.tied_to = params[0].info.tied_to  # then there is one parameter, of which other stages have copies
         self._reduction: _Reduction | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
@@ -346,11 +347,17 @@ class ParamGroup:
             self._pack_views[slot] = cached = made
         return cached[1], cached[2]
 
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The synchronised gradient [main numel], fp32, after the reduction's event and before `take_main_grad`."""
+        assert self._reduction is not None and self._reduction.value is not None
+        self._reduction.value = self._reduction.value.float()
+        return self._reduction.value
+
     def take_main_grad(self) -> torch.Tensor:
         """The synchronised gradient [main numel], fp32; call after the reduction's event."""
-        reduction, self._reduction = self._reduction, None
-        assert reduction is not None and reduction.value is not None
-        return reduction.value.float()
+        value, self._reduction = self.reduced, None
+        return value
 
     def grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index``'s slice of ``main_grad``, shaped like the sharded parameter."""
