@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
-from layerzero.collectives import AxisComm, Control, Op, Traffic
+from layerzero.collectives import AxisComm, Control, Op, Scratch, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
 from layerzero.engine import Engine
@@ -199,8 +199,8 @@ def _build(
     lanes = Lanes.make(control.device)
 
     def comms(op: Op, which: range) -> dict[int, AxisComm]:
-        groups = group.new_axis_groups(axes, which)
-        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic) for axis in which}
+        groups, scratch = group.new_axis_groups(axes, which), Scratch()
+        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic, scratch) for axis in which}
 
     split = max(axes.num_grads, 1) if axes.sizes else 0
     all_comms = Comms(
