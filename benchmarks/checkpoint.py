@@ -89,9 +89,7 @@ class FSDP2:
     def load(self, folder: Path) -> None:
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def resident(field: str) -> int:
