@@ -132,5 +132,5 @@ def _check_held(m: Manifest, spaces: Mapping[str, Space]) -> Iterator[str]:
                 held = sum(p.range.intersect(entry.range).numel for p in pieces)
                 if held != entry.range.numel and (held or state == _VALUE):
                     yield f"tensor {entry.name!r}: {held} of {entry.range.numel} elements of state {state!r} are there"
-                if any(p.dtype != pieces[0].dtype for p in pieces):
+                if len({p.dtype for p in pieces}) > 1:
                     yield f"tensor {entry.name!r}: state {state!r} is stored in several dtypes"
