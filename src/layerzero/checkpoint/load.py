@@ -190,7 +190,7 @@ class _Plan:
 
 def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer]) -> _Plan:
     plan = _Plan(source, states)
-    names_there: dict[int, str] = {}  # by id of the tensor here
+    names_there: dict[int, list[str]] = {}  # by id of the tensor here; several where it is tied only here
     for state in states:
         for named in state.all():
             names = [source.by_name[name] for name in (named.name, *named.aliases) if name in source.by_name]
@@ -203,7 +203,7 @@ def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer])
             if shape != named.placement.full:
                 plan.mismatched.append(f"{named.name} ({list(shape)} there, {list(named.placement.full)} here)")
                 continue
-            names_there[id(named.tensor)] = names[0]
+            names_there[id(named.tensor)] = names
             plan.wanted.append(Wanted(names[0], VALUE, named.placement, named.held, named.flat))
     by_id = {id(n.tensor): n for state in states for n in state.all()}
     for optimizer in optimizers:
@@ -211,7 +211,9 @@ def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer])
     return plan
 
 
-def _plan_optimizer(plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], names_there: dict[int, str]) -> None:
+def _plan_optimizer(
+    plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], names_there: dict[int, list[str]]
+) -> None:
     record, kind = plan.source.manifest.optimizer, type(optimizer).__name__
     names_of_params(optimizer, by_id)  # refuses strangers
     if record is None:
@@ -231,13 +233,14 @@ def _plan_optimizer(plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], 
         indices = range(index, index + len(group["params"]))
         index = indices.stop
         for i, p in zip(indices, group["params"], strict=True):
-            name = names_there.get(id(p))
-            if name is None:
+            names = names_there.get(id(p))
+            if names is None:
                 continue  # the weight is missing or mismatched, and was listed
-            if name not in options:
+            name = next((n for n in names if n in options), None)
+            if name is None:
                 plan.missing.append(f"optimizer state of {by_id[id(p)].name}")
                 continue
-            plan.optimized.add(name)
+            plan.optimized.update(names)
             if options[name] not in found:
                 found.append(options[name])
             state[i] = _state_of(plan, p, by_id[id(p)], name, members[name])
