@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,21 +22,27 @@ class RunLog:
     are written, so that logging does not make the host wait for an accelerator.
     """
 
-    def __init__(self, output: Path, *, steps: int, every: int, clips_per_step: int) -> None:
-        self.losses: list[float] = []
+    def __init__(
+        self, output: Path, *, steps: int, every: int, clips_per_step: int, losses: Sequence[float] = ()
+    ) -> None:
+        """``losses`` are those of the steps that an interrupted run has behind it."""
+        self.losses = list(losses)
         self._steps = steps
         self._every = every
         self._clips_per_step = clips_per_step
         self._pending: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         self._last_flush = time.perf_counter()
-        self._writer = _Writer(output, steps) if dist.get_rank() == 0 else None
+        self._writer = _Writer(output, steps, len(self.losses)) if dist.get_rank() == 0 else None
 
     def step(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
         self._pending.append((loss.detach(), grad_norm.detach(), lr))
         if len(self._pending) == self._every or len(self.losses) + len(self._pending) == self._steps:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is pending. Collective."""
+        if not self._pending:
+            return
         losses = torch.stack([loss for loss, _, _ in self._pending])
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
@@ -60,14 +67,17 @@ class RunLog:
 
 
 class _Writer:
-    def __init__(self, output: Path, steps: int) -> None:
+    def __init__(self, output: Path, steps: int, done: int) -> None:
         self._steps = steps
-        self._metrics = (output / "metrics.jsonl").open("w", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(output / "tensorboard"))
+        path = output / "metrics.jsonl"
+        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:done] if done and path.exists() else []
+        self._metrics = path.open("w", encoding="utf-8")
+        self._metrics.writelines(kept)
+        self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=done + 1)
         self._console = Console()
         columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, TextColumn("{task.description}"), console=self._console)
-        self._task = self._progress.add_task("", total=steps)
+        self._task = self._progress.add_task("", total=steps, completed=done)
         self._progress.start()
 
     def write(self, step: int, scalars: dict[str, float]) -> None:

@@ -45,13 +45,15 @@ class SamplingSettings(_Section):
 
 
 class Settings(_Section):
-    """`batch_size` is clips per rank and micro-batch: a step sees batch_size x micro_batches x ranks clips."""
+    """A step sees `batch_size` x `micro_batches` x (ranks / `cp`) clips; `cp` ranks share the tokens of each clip."""
 
     seed: NonNegativeInt = 0
     steps: PositiveInt = 240
+    cp: PositiveInt = 1
     micro_batches: PositiveInt = 2
     batch_size: PositiveInt = 2
     log_every: PositiveInt = 10
+    save_every: PositiveInt = 40
     transformer: TransformerSettings = TransformerSettings()
     flow: FlowSettings = FlowSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

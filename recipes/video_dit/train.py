@@ -19,11 +19,13 @@ import torch.distributed as dist
 import typer
 
 import layerzero as lz
+from layerzero.parallel.context import ContextParallel, parallelize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python only knows this folder
 
 from recipes.video_dit import report
 from recipes.video_dit.batches import DataOrder
+from recipes.video_dit.checkpoints import Checkpoints, Progress
 from recipes.video_dit.clips import clip_frames, load_clips
 from recipes.video_dit.model import VideoDiffusion
 from recipes.video_dit.runlog import RunLog
@@ -37,6 +39,7 @@ class Trainer:
     """A sharded module with its optimizer and schedule."""
 
     module: VideoDiffusion  # and an lz.ShardedModule, since lz.shard
+    mesh: lz.ParallelMesh
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     order: DataOrder
@@ -81,9 +84,11 @@ def start_distributed() -> torch.device:
 
 def build_trainer(settings: Settings, engine: lz.LayerZeROConfig, device: torch.device) -> Trainer:
     torch.manual_seed(settings.seed)
+    mesh = lz.ParallelMesh(cp=settings.cp)
     module = VideoDiffusion(settings.transformer, settings.flow).to(device)
     num_params = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    lz.shard(module, engine)
+    parallelize(module.transformer, ContextParallel.of(mesh))
+    lz.shard(module, engine, mesh=mesh)
     lz.forward_method(module, "velocity")  # sampling calls it outside of forward
     options = settings.optimizer
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -93,13 +98,13 @@ def build_trainer(settings: Settings, engine: lz.LayerZeROConfig, device: torch.
     order = DataOrder(
         load_clips("train"),
         settings.seed,
-        dist.get_rank(),
-        dist.get_world_size(),
+        mesh.coordinate("dp"),  # ranks that share clips draw the same clips and the same noise
+        mesh.size("dp"),
         settings.batch_size,
         settings.micro_batches,
     )
     schedule = warmup_cosine(optimizer, options, settings.steps)
-    return Trainer(module, optimizer, schedule, order, options.max_grad_norm, device, num_params)
+    return Trainer(module, mesh, optimizer, schedule, order, options.max_grad_norm, device, num_params)
 
 
 def warmup_cosine(
@@ -117,20 +122,20 @@ def warmup_cosine(
 
 
 def sample_held_out(trainer: Trainer, settings: Settings) -> list[report.SampledClip]:
-    """Samples `clips_per_rank` captions on every rank; all ranks get all clips."""
+    """Samples `clips_per_rank` captions on every data-parallel rank; all ranks get all clips."""
     first_clips = {clip.shot.index: clip for clip in reversed(load_clips("held_out"))}
     clips = [first_clips[shot] for shot in sorted(first_clips)]
     count = settings.sampling.clips_per_rank
     if count == 0:
         return []
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank, num_ranks = trainer.mesh.coordinate("dp"), trainer.mesh.size("dp")
     wanted = [clips[index % len(clips)] for index in range(count * num_ranks)]
     mine = wanted[rank * count : (rank + 1) * count]
     generator = torch.Generator(trainer.device).manual_seed(settings.seed + rank)
     trainer.module.eval()
     sampled = trainer.module.sample([clip.caption for clip in mine], settings.sampling, generator)
     gathered = [torch.empty_like(sampled) for _ in range(num_ranks)]
-    dist.all_gather(gathered, sampled.contiguous())
+    dist.all_gather(gathered, sampled.contiguous(), group=trainer.mesh.device_mesh["dp"].get_group())
     pairs = zip(wanted, torch.cat(gathered).cpu(), strict=True)
     return [report.SampledClip(clip.caption, clip_frames(clip), frames) for clip, frames in pairs][: len(clips)]
 
@@ -142,18 +147,34 @@ def write_results(output: Path, losses: list[float], engine_report: str, sampled
     (output / "report.md").write_text(f"# Memory and traffic\n\n{engine_report}\n", encoding="utf-8")
 
 
-def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
+def train(trainer: Trainer, settings: Settings, log: RunLog, checkpoints: Checkpoints, first_step: int) -> None:
+    """All steps from `first_step` on, with a checkpoint every so many."""
+    saved: lz.Saved | None = None
+    for step in range(first_step, settings.steps):
+        lr = trainer.schedule.get_last_lr()[0]
+        log.step(*trainer.step(step), lr)
+        if checkpoints.due(step + 1):
+            log.flush()
+            progress = Progress(step + 1, log.losses)
+            saved = checkpoints.save(trainer.module, trainer.optimizer, trainer.schedule, progress)
+    if saved is not None:
+        saved.wait()
+
+
+def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path, fresh: bool = False) -> None:
     start = time.perf_counter()
     device = start_distributed()
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(settings, engine, device)
-    clips_per_step = settings.batch_size * settings.micro_batches * dist.get_world_size()
+    clips_per_step = settings.batch_size * settings.micro_batches * trainer.mesh.size("dp")
+    checkpoints = Checkpoints(output / "checkpoints", settings)
+    done = Progress() if fresh else checkpoints.restore(trainer.module, trainer.optimizer, trainer.schedule)
     ready = time.perf_counter()
-    with RunLog(output, steps=settings.steps, every=settings.log_every, clips_per_step=clips_per_step) as log:
-        for step in range(settings.steps):
-            lr = trainer.schedule.get_last_lr()[0]
-            log.step(*trainer.step(step), lr)
+    with RunLog(
+        output, steps=settings.steps, every=settings.log_every, clips_per_step=clips_per_step, losses=done.losses
+    ) as log:
+        train(trainer, settings, log, checkpoints, done.step)
     trained = time.perf_counter()
     engine_report = report.engine_report(trainer.module, settings.micro_batches)
     sampled = sample_held_out(trainer, settings)
@@ -164,6 +185,7 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path) -> None:
             "num_trained_params": trainer.num_params,
             "num_ranks": dist.get_world_size(),
             "steps": settings.steps,
+            "resumed_at_step": done.step,
             "clips_per_step": clips_per_step,
             "loss_first_tenth": tenths.first,
             "loss_last_tenth": tenths.last,
@@ -180,14 +202,16 @@ def main(
     engine: Annotated[Path, typer.Option(help="LayerZeRO configuration (YAML or JSON).")] = HERE / "layerzero.yaml",
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the settings'.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Clips per rank and micro-batch.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks, which share clips.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Clips per data-parallel rank and micro-batch.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and noise.")] = None,
+    fresh: Annotated[bool, typer.Option(help="Start anew where OUTPUT holds an unfinished run.")] = False,
 ) -> None:
-    """Trains, then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT."""
-    overrides = {"steps": steps, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed}
+    """Trains, or goes on with the unfinished run in OUTPUT, then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT."""
+    overrides = {"steps": steps, "cp": cp, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed}
     try:
-        run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output)
+        run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output, fresh)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

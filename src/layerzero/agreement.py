@@ -35,6 +35,7 @@ def describe_structure(
                 "requires_grad": p.requires_grad,
                 "unit": plan.name,
                 "names": entry.fqns,
+                "placements": str(getattr(p, "placements", None)),  # of a DTensor
             }
     for prefix, module in root.named_modules():
         for key, buffer in module._buffers.items() if module not in ignored else ():

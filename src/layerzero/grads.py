@@ -29,12 +29,13 @@ class GradSource:
     asks for them parameter by parameter.
     """
 
-    def __init__(self, units: Sequence[Unit], control: Control, counts: bool) -> None:
-        """``counts``: whether this rank's slices enter the sums; one of each set of replicas' must."""
-        self._counts = counts
-        self._params: list[Param] = [p for u in units for g in u.trainable_groups for p in g.params]
+    def __init__(self, units: Sequence[Unit], controls: Sequence[Control]) -> None:
+        """``controls``: one for each direction in which slices are spread: data- and tensor-parallel."""
+        self._groups = [g for u in units for g in u.trainable_groups]
+        self._params: list[Param] = [p for g in self._groups for p in g.params]
         self._index = {id(p.sharded): i for i, p in enumerate(self._params)}
-        self._control = control
+        self._controls = controls
+        self.pipeline: Control | None = None  # over the pipeline's stages, of which this model is one
         self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}  # with the gradients' stamps
 
     def invalidate(self) -> None:
@@ -43,6 +44,12 @@ class GradSource:
 
     def norm(self, shard: GradShard, order: float) -> torch.Tensor:
         """Norm of the whole gradient that ``shard`` is a slice of: fp32 scalar. Collective on first use."""
+        if self.pipeline is not None:
+            raise ShardingError(
+                f"a norm of the gradient of {shard._fqn!r} was asked for outside its pipeline: the model is one of "
+                f"several stages, and clipping by its own norm would scale stages differently. Use "
+                f"Pipeline.clip_grad_norm_ or Pipeline.grad_norm."
+            )
         index = self._index[shard.param_id]
         current = self._params[index].sharded.grad
         if not (shard.is_whole or shard is current):
@@ -50,28 +57,39 @@ class GradSource:
         known = self._norms.get(order)
         if known is None or known[1][index] != _stamp(current):
             stamps = [_stamp(p.sharded.grad) for p in self._params]
-            self._norms[order] = known = (self._all_norms(order), stamps)
+            self._norms[order] = known = (self.all_norms(order), stamps)
         return known[0][index]
 
-    def _all_norms(self, order: float) -> torch.Tensor:
+    def all_norms(self, order: float) -> torch.Tensor:
+        """Norm of every trainable parameter's gradient, fp32 [parameters]; 0 for what another stage counts. Collective.
+
+        Raises:
+            ShardingError: while a gradient is pending.
+        """
         if not order > 0:
             raise ShardingError(f"norm of order {order} of sharded gradients: expected a positive order or inf")
-        locals_ = [(i, p.sharded.grad) for i, p in enumerate(self._params) if isinstance(p.sharded.grad, GradShard)]
-        filled = [(i, g.local) for i, g in locals_ if isinstance(g, GradShard) and g.local.numel()]
-        norms = torch.zeros(len(self._params), dtype=torch.float32, device=self._control.device)
-        if filled and self._counts:
+        counted = [g.counts for g in self._groups for _ in g.params]
+        locals_ = [p.sharded.grad if c else None for p, c in zip(self._params, counted, strict=True)]
+        filled = [(i, g.local) for i, g in enumerate(locals_) if isinstance(g, GradShard) and g.local.numel()]
+        norms = torch.zeros(len(self._params), dtype=torch.float32, device=self._controls[0].device)
+        if filled:
             values = torch._foreach_norm([g for _, g in filled], order)
             where = torch.tensor([i for i, _ in filled], device=norms.device)
             norms[where] = torch.stack(list(values)).float()
         if order == float("inf"):  # some backends' MAX drops nan, so it travels beside
             both = torch.stack([norms.nan_to_num(nan=order, posinf=order), norms.isnan().float()])
-            largest, has_nan = self._control.all_reduce(both, dist.ReduceOp.MAX)
-            return largest.masked_fill(has_nan > 0, float("nan"))
-        return self._control.all_reduce(norms.pow_(order), dist.ReduceOp.SUM).pow_(1.0 / order)
+            for control in self._controls:
+                control.all_reduce(both, dist.ReduceOp.MAX)
+            return both[0].masked_fill(both[1] > 0, float("nan"))
+        norms.pow_(order)
+        for control in self._controls:
+            control.all_reduce(norms, dist.ReduceOp.SUM)
+        return norms.pow_(1.0 / order)
 
     def any_rank(self, found_inf: torch.Tensor) -> None:
-        """In place: the largest value over all ranks."""
-        self._control.all_reduce(found_inf, dist.ReduceOp.MAX)
+        """In place: the largest value over all ranks of the model."""
+        for control in (*self._controls, *([self.pipeline] if self.pipeline is not None else [])):
+            control.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
 def refuse_pending(grad: torch.Tensor | None) -> None:
@@ -266,7 +284,7 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     filled = [_plain(g) for g in grads if g.numel()]
     if filled:
         torch._amp_foreach_non_finite_check_and_unscale_(filled, found_inf, inv_scale)
-    for source in {g.source() for g in grads if isinstance(g, GradShard)}:
+    for source in dict.fromkeys(g.source() for g in grads if isinstance(g, GradShard)):  # alike on every rank
         source.any_rank(found_inf)
         source.invalidate()
 
@@ -288,13 +306,15 @@ _WHOLE_CHECKS: dict[Any, Callable[[GradShard], Any]] = {
 # ------------------------------------------------------------------ setting `p.grad`
 
 
-def attach_grads(unit: Unit, source: GradSource) -> None:
-    """After a synchronised backward: ``grad`` of every trainable parameter is its slice of `main_grad`.
+def attach_grads(unit: Unit, source: GradSource, scale: float = 1.0) -> None:
+    """After a synchronised backward: ``grad`` of every trainable parameter is its slice of ``scale * main_grad``.
 
     A gradient that is already there (no ``zero_grad`` since the last synchronised backward) is added.
     """
     for group in unit.trainable_groups:
         main_grad = group.take_main_grad()
+        if scale != 1.0:
+            main_grad.mul_(scale)
         for i, param in enumerate(group.params):
             p = param.sharded
             if not p.requires_grad:

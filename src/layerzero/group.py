@@ -14,6 +14,7 @@ from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import Event, Lanes
 from layerzero.layout import GroupLayout, Range, TensorParallel
+from layerzero.tensor_parallel import Spec, TensorRanks, check_replicas
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Runtime:
     hand_overs: HandOvers
     reduce_dtype: torch.dtype
     offload_grads: bool
+    tensor: TensorRanks | None = None  # of a tensor-parallel model
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,26 @@ class ParamInfo:
 
 
 class Param:
-    """One parameter: the slice at rest and the full-shape tensor in use."""
+    """One parameter: the slice at rest and the full-shape tensor in use.
 
-    def __init__(self, info: ParamInfo, slots: list[tuple[dict[str, Any], str]], unsharded: nn.Parameter) -> None:
+    Attributes:
+        slots: the owners' `_parameters` dicts and keys: no reference to the module tree.
+        spec: what kind of DTensor modules see; None for a plain tensor.
+        local: view of the gathered buffer in the parameter's local shape, with a version counter of its own.
+        unsharded: what modules see in forward and backward: a leaf over ``local``.
+        sharded: what modules see at rest.
+    """
+
+    def __init__(
+        self, info: ParamInfo, slots: list[tuple[dict[str, Any], str]], trainable: bool, spec: Spec | None = None
+    ) -> None:
         self.info = info
-        self.slots = slots  # the owners' `_parameters` dicts and keys: no reference to the module tree
-        self.unsharded = unsharded
-        self.sharded: nn.Parameter  # set by the group once its buffers exist
+        self.slots = slots
+        self.spec = spec
+        self.trainable = trainable
+        self.local: torch.Tensor  # these three are set by the group once its buffers exist
+        self.unsharded: nn.Parameter
+        self.sharded: nn.Parameter
         self.refusal: Callable[..., Any] | None = None  # our hook on `sharded`; others there are the user's
 
 
@@ -94,7 +109,7 @@ class _Reduction:
 
 
 class ParamGroup:
-    """Parameters of one unit with equal dtype and ``requires_grad``, in one flat buffer.
+    """Parameters of one unit with equal dtype, ``requires_grad`` and tensor-parallel placement, in one flat buffer.
 
     [Note: buffers]
     ``main`` (fp32, optimizer degree) is what the optimizer steps; a frozen group has none. ``model``
@@ -110,7 +125,7 @@ class ParamGroup:
         self.params = list(params)
         self.layout = layout
         self.dtype = dtype
-        self.trainable = params[0].unsharded.requires_grad
+        self.trainable = params[0].trainable
         self.rank = runtime.rank
         self.comms = runtime.comms
         self._rt = runtime
@@ -128,14 +143,22 @@ class ParamGroup:
         if axes.num_params:
             self._transient = TransientBuffer(layout.numel, dtype, device, runtime.lanes.poison)
         self.unsharded = self._transient.flat if self._transient is not None else self.model
-        for param, view in zip(self.params, views_of(self, layout), strict=True):
-            # `.data =` keeps the parameter's own version counter: refilling the buffer between forward and
+        for param, view in zip(self.params, views(self.unsharded, layout), strict=True):
+            # `.data =` keeps the tensor's own version counter: refilling the buffer between forward and
             # backward is then no in-place modification in autograd's eyes.
-            param.unsharded.data = view
+            param.local = view.new_empty(0)
+            param.local.data = view
+            seen = param.local if param.spec is None else param.spec.wrap(param.local)
+            param.unsharded = nn.Parameter(seen, requires_grad=self.trainable)
         self.free()
         self._make_sharded()
         self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
         self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
+        self.is_replicated = runtime.tensor is not None and not any(is_cut(p.info) for p in self.params)
+        has_replicas = axes.degree(axes.num_optimizer) <= runtime.rank
+        has_tensor_replicas = self.is_replicated and runtime.tensor is not None and runtime.tensor.rank > 0
+        self.counts = not (has_replicas or has_tensor_replicas)  # in norms: one of each set of replicas must
+        self.tied_to = params[0].info.tied_to  # then there is one parameter, of which other stages have copies
         self._reduction: _Reduction | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
@@ -187,8 +210,10 @@ class ParamGroup:
         assert self.main is not None
         axes = self.layout.axes
         between = range(axes.num_params, axes.num_optimizer)
-        shard = self.main.to(self.dtype) if between else self.main
-        gather(self.model, shard, self.layout, self._rt.rank, self._rt.comms.refresh, between)
+        start = self.slice.start - self.layout.slice(self._rt.rank, axes.num_params).start
+        mine = self.model[start : start + self.main.numel()]
+        mine.copy_(self.main)  # straight into its place
+        gather(self.model, mine, self.layout, self._rt.rank, self._rt.comms.refresh, between)
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -222,7 +247,7 @@ class ParamGroup:
         rt, axes = self._rt, self.layout.axes
         zeroed = [i for i, p in enumerate(self.params) if p.sharded.grad is None or is_zeroed(p.sharded.grad)]
         self.with_grad.difference_update(zeroed)
-        grads = [param.unsharded.grad for param in self.params]
+        grads, is_sum = self._local_grads()
         if axes.sizes:
             slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
             out_views, tail = self._views_of_slot(slot, wire)
@@ -231,42 +256,89 @@ class ParamGroup:
             out_views, tail = views(wire, self.layout), wire[self.layout.used_numel :]
             self.with_grad.update(i for i, grad in enumerate(grads) if grad is not None)
         pack(grads, out_views, tail)
+        if rt.tensor is not None and self.is_replicated:
+            whole = [v for v, part, grad in zip(out_views, is_sum, grads, strict=True) if grad is not None and not part]
+            if whole:
+                torch._foreach_mul_(whole, 1.0 / rt.tensor.size)
         for param in self.params:
             param.unsharded.grad = None
         split = max(axes.num_grads, 1) if axes.sizes else 0
+        has_outer = len(axes.sizes) > split
         reduction = self._reduction = _Reduction()
 
         def inner() -> None:
             self._drop_accumulated(zeroed)
-            value = wire
-            for axis in range(axes.num_grads):
-                value = rt.comms.reduce[axis].reduce_scatter_mean(value.to(rt.reduce_dtype))
-            value = self._accumulate(value, sync)
+            value = self._reduce_inner(wire, sync)
             if sync:
                 for axis in range(axes.num_grads, split):
                     value = self._reduce_axis(value, axis, rt.comms.reduce)
-                reduction.value = value
+                reduction.value = value if has_outer else self._sum_replicas(value)
 
         def outer() -> None:
             value = reduction.handed_over = reduction.value
             assert value is not None
             for axis in range(split, len(axes.sizes)):
                 value = self._reduce_axis(value, axis, rt.comms.sync)
-            reduction.value = value
+            reduction.value = self._sum_replicas(value)
 
         event = rt.lanes.reduce.run(inner, after=[rt.lanes.compute()])
         if slot >= 0:
             rt.pack_buffers.reading(slot, event)
-        if sync and len(axes.sizes) > split:
+        if sync and has_outer:
             event = rt.lanes.sync.run(outer, after=[event])
             rt.hand_overs.add(event, reduction.drop_handed_over)
         return event
 
+    def _local_grads(self) -> tuple[list[torch.Tensor | None], list[bool]]:
+        """Of every parameter: the gradient's local tensor, and whether tensor-parallel ranks hold parts of a sum."""
+        grads: list[torch.Tensor | None] = [param.unsharded.grad for param in self.params]
+        is_sum = [False] * len(grads)
+        for i, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if param.spec is not None and grad is not None:
+                grads[i], is_sum[i] = param.spec.local_grad(grad)
+        return grads, is_sum
+
+    def check_replicas(self) -> None:
+        """Raise if tensor-parallel ranks hold different gradients of a plain parameter; see there."""
+        plain = [p for p in self.params if p.spec is None]
+        if self._rt.tensor is not None and plain:
+            check_replicas([p.info.fqn for p in plain], [p.unsharded.grad for p in plain], self._rt.tensor)
+
+    def _sum_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """Lane job: the last move of a reduction, over the tensor-parallel ranks that hold the same parameters."""
+        if self._rt.tensor is None or not self.is_replicated:
+            return value
+        return self._rt.tensor.comm.all_reduce_sum(value.float())
+
+    def _reduce_inner(self, wire: torch.Tensor, sync: bool) -> torch.Tensor:
+        """Mean over the axes inside the grads degree, plus earlier micro-batches'; kept unless ``sync``."""
+        rt, num_grads = self._rt, self.layout.axes.num_grads
+        accum = self.grad_accum
+        if not num_grads or (accum is not None and accum.device != wire.device):
+            value = wire
+            for axis in range(num_grads):
+                value = rt.comms.reduce[axis].reduce_scatter_mean(value.to(rt.reduce_dtype))
+            return self._accumulate(value, sync)
+        value = wire
+        for axis in range(num_grads - 1):
+            value = rt.comms.reduce[axis].reduce_scatter_mean(value, dtype=rt.reduce_dtype)
+        dtype = self._wire_after(num_grads - 1) if sync else torch.float32
+        value = rt.comms.reduce[num_grads - 1].reduce_scatter_mean(value, accum, dtype)
+        if sync:
+            self.grad_accum = None
+        elif accum is None:
+            self.grad_accum = self._to_accum(value)
+        return value
+
+    def _wire_after(self, axis: int) -> torch.dtype:
+        """Dtype in which what was reduced along ``axis`` is wanted: that of the wire if it goes on, else fp32."""
+        return self._rt.reduce_dtype if axis + 1 < len(self.layout.axes.sizes) else torch.float32
+
     def _reduce_axis(self, value: torch.Tensor, axis: int, comms: dict[int, AxisComm]) -> torch.Tensor:
         wire = value.to(self._rt.reduce_dtype)
         if axis < self.layout.axes.num_optimizer:
-            return comms[axis].reduce_scatter_mean(wire)
-        return comms[axis].all_reduce_mean(wire)
+            return comms[axis].reduce_scatter_mean(wire, dtype=self._wire_after(axis))
+        return comms[axis].all_reduce_mean(wire, dtype=self._wire_after(axis))
 
     def _accumulate(self, value: torch.Tensor, sync: bool) -> torch.Tensor:
         """Add ``value`` at the grads degree to what earlier micro-batches left; what they sum to."""
@@ -298,11 +370,17 @@ class ParamGroup:
             self._pack_views[slot] = cached = made
         return cached[1], cached[2]
 
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The synchronised gradient [main numel], fp32, after the reduction's event and before `take_main_grad`."""
+        assert self._reduction is not None and self._reduction.value is not None
+        self._reduction.value = self._reduction.value.float()
+        return self._reduction.value
+
     def take_main_grad(self) -> torch.Tensor:
         """The synchronised gradient [main numel], fp32; call after the reduction's event."""
-        reduction, self._reduction = self._reduction, None
-        assert reduction is not None and reduction.value is not None
-        return reduction.value.float()
+        value, self._reduction = self.reduced, None
+        return value
 
     def grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index``'s slice of ``main_grad``, shaped like the sharded parameter."""
@@ -340,9 +418,9 @@ class ParamGroup:
                 self.grad_accum[part.start : part.stop].zero_()
 
 
-def views_of(group: ParamGroup, layout: GroupLayout) -> list[torch.Tensor]:
-    """Full-shape views of a group's unsharded buffer."""
-    return views(group.unsharded, layout)
+def is_cut(info: ParamInfo) -> bool:
+    """Whether tensor-parallel ranks hold different parts of the parameter."""
+    return info.tensor_parallel is not None and info.tensor_parallel.dim is not None
 
 
 def is_zeroed(grad: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from layerzero.engine import Engine
 from layerzero.errors import ShardingError
 from layerzero.group import Param
 from layerzero.precision import find_tensors, map_tensors, require_grad_tensors
+from layerzero.tensor_parallel import local_of
 from layerzero.unit import Unit, Use
 
 
@@ -119,7 +120,7 @@ def _without_parameters(output: Any, units: tuple[Unit, ...]) -> Any:
     gathered = {g.unsharded.untyped_storage()._cdata for u in units for g in u.groups if g.layout.axes.num_params}
 
     def is_parameter(tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in gathered
+        return tensor.layout is torch.strided and local_of(tensor).untyped_storage()._cdata in gathered
 
     if not any(is_parameter(t) for t in find_tensors(output)):
         return output

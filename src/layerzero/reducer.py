@@ -12,6 +12,9 @@ from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_h
 from layerzero.lanes import Event
 from layerzero.unit import Unit
 
+_NUM_CHECKED_BACKWARDS = 2
+"""Backwards in which gradients of plain parameters are compared over tensor-parallel ranks."""
+
 
 class Reducer:
     """Reduces units in a canonical order.
@@ -25,17 +28,20 @@ class Reducer:
     def __init__(
         self,
         units: Sequence[Unit],
-        control: Control,
+        controls: Sequence[Control],
         traffic: Traffic,
         source: GradSource,
         hand_overs: HandOvers,
         eager: bool,
     ) -> None:
-        """``eager`` reduces a unit as soon as it may be, else after the next unit's gather was issued."""
+        """``controls`` reach the data-parallel, then the tensor-parallel ranks.
+
+        ``eager`` reduces a unit as soon as it may be, else after the next unit's gather was issued.
+        """
         self._units = units
         self._hand_overs = hand_overs
         self._order = [u for u in reversed(units) if u.trainable_groups]
-        self._control = control
+        self._controls = controls
         self._traffic = traffic
         self._source = source
         self._eager = eager
@@ -43,6 +49,7 @@ class Reducer:
         self._next = 0
         self._events: list[Event] = []
         self._recorded = False
+        self._held = False  # a synchronised backward is reduced, or about to be, and not attached
         self.sync = True
 
     @property
@@ -63,11 +70,17 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             unit.reduced = True
+            if self._traffic.num_backwards < _NUM_CHECKED_BACKWARDS:
+                for group in unit.trainable_groups:
+                    group.check_replicas()
             with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
                 self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
 
-    def finish(self) -> None:
-        """End of a backward: reduce what is left, and set ``grad`` of the sharded parameters."""
+    def finish(self, hold: bool) -> None:
+        """End of a backward: reduce what is left, and set ``grad`` of the sharded parameters.
+
+        ``hold`` leaves the reductions of a synchronised backward running; `wait` and `attach` follow.
+        """
         ready = [u for u in self._ready if u.trainable_groups]
         for unit in self._order[self._next :]:
             unit.grads_ready = True
@@ -75,33 +88,53 @@ class Reducer:
         self._traffic.num_backwards += 1
         if self.sync:
             self._traffic.num_synced_backwards += 1
-            for event in self._events:
-                event.wait()
-            self._hand_overs.clear()
-            for unit in self._order:
-                attach_grads(unit, self._source)
-            self._source.invalidate()
-            for unit in self._order:
-                run_user_hooks(unit)
+            self._held = True
+            if not hold:
+                self.wait()
+                self.attach()
         else:
             for unit in self._order:
                 attach_pending(unit, self._source)
-        self._source.invalidate()
+            self._source.invalidate()
+            self._events.clear()
         if not self._recorded:
             self._recorded = True
             self._agree_on_order(ready)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget the backward."""
-        self._ready.clear()
+    def wait(self) -> bool:
+        """Order the caller after the last synchronised backward's reductions; whether there is one to `attach`."""
+        for event in self._events:
+            event.wait()
         self._events.clear()
+        self._hand_overs.clear()
+        return self._held
+
+    def attach(self, scale: float = 1.0) -> None:
+        """Set ``grad`` of the sharded parameters to ``scale`` times what was reduced."""
+        self._held = False
+        for unit in self._order:
+            attach_grads(unit, self._source, scale)
+        self._source.invalidate()
+        for unit in self._order:
+            run_user_hooks(unit)
+        self._source.invalidate()
+
+    def abandon(self) -> None:
+        """Forget a backward that did not end."""
+        self._events.clear()
+        self.reset()
+
+    def reset(self) -> None:
+        """Get ready for the next backward."""
+        self._ready.clear()
         self._next = 0
         for unit in self._order:
             unit.grads_ready = unit.reduced = False
 
     def _agree_on_order(self, ready: list[Unit]) -> None:
         mine = ready + [u for u in self._order if u not in ready]
-        device = self._control.device
-        ids = torch.tensor([u.index for u in mine], dtype=torch.int64, device=device)
-        self._order = [self._units[i] for i in self._control.broadcast(ids).tolist()]
+        ids = torch.tensor([u.index for u in mine], dtype=torch.int64, device=self._controls[0].device)
+        for control in self._controls:
+            control.broadcast(ids)
+        self._order = [self._units[i] for i in ids.tolist()]

@@ -18,7 +18,7 @@ from layerzero.agreement import check_ranks_agree, describe_config, describe_str
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
 from layerzero.checkpoint import load
-from layerzero.collectives import AxisComm, Control, Op, Traffic
+from layerzero.collectives import AxisComm, Control, Op, Scratch, SumComm, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
 from layerzero.engine import Engine
@@ -31,12 +31,14 @@ from layerzero.mesh import Mesh, compute_device
 from layerzero.module import become_guarded, become_sharded, hooks_by_module
 from layerzero.optimizers import mark_replaced, mark_sharded
 from layerzero.parallel.mesh import ParallelMesh
+from layerzero.parallel.stage import StageNames
 from layerzero.precision import Casts
 from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
 from layerzero.schedule import Schedule, ScheduleOptions
 from layerzero.sharding import Axes, Sharding
 from layerzero.state import install_state_dict_hooks
+from layerzero.tensor_parallel import TensorRanks, find_mesh
 from layerzero.unit import Unit
 from layerzero.units import UnitPlan, UnitPredicate, UnitSpec, choose_units, find_ignored, plan_units
 from layerzero.warnings_ import warn
@@ -49,6 +51,7 @@ def shard(
     mesh: DeviceMesh | ParallelMesh | None = None,
     sharding: Sharding | str | None = None,
     units: Sequence[UnitSpec] | UnitPredicate | None = None,
+    stage: StageNames | None = None,
     **options: Any,
 ) -> nn.Module:
     """Shard ``module`` in place for data-parallel training; returns it.
@@ -62,11 +65,13 @@ def shard(
             ``sync_module_states=False``.
         config: a configuration; the default for keyword use is `LayerZeROConfig()` with fp32 dtypes.
         mesh: data-parallel dimension(s) of a DeviceMesh, or a `ParallelMesh`, of which dp x cp is used (and its
-            zero3_size, where it has one); the whole world if None.
+            zero3_size, where it has one); the whole world if None. Parameters that are DTensors over its
+            tensor-parallel dimension stay so.
         sharding: three degrees, or a strategy's name; instead of the configuration's.
         units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
             modules; instead of the configuration's ``transformer_layers``. With neither these nor
             ``min_num_params``, blocks that the model itself declares as indivisible are taken.
+        stage: names that matter beyond this module, if it is one stage of a pipeline.
         **options: any key of `LayerZeROConfig`, overriding ``config``.
 
     Raises:
@@ -97,13 +102,26 @@ def shard(
     control = Control(group.new_group(), group.size, _device(module, config, mesh), traffic)
     if "zero3_size" not in config.model_fields_set:  # the default must not refuse a smaller or odd group
         config = config.replace(zero3_size=math.gcd(config.zero3_size, group.size))
+    stage = stage if stage is not None else StageNames()
+    stage.check(module)
     plan = _plan_together(module, config, units, group, control)
     _warn_about(module, config, plan)
-    engine, by_module = _build(module, plan, config, group, control, traffic)
+    places = _Places(group, control, _tensor_ranks(plan, group, control.device, traffic), traffic)
+    engine, by_module = _build(module, plan, config, places, stage)
     _install(engine, by_module)
     if config.ckpt_load_path is not None:
         engine.resume_pending = load(config.ckpt_load_path, module).has_optimizer
     return module
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Ranks that a model is spread over."""
+
+    group: Mesh
+    control: Control
+    tensor: TensorRanks | None
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,7 @@ class _Plan:
     axes: Axes
     ignored: set[nn.Module]
     units: list[UnitPlan]  # the root's first
+    tensor_mesh: DeviceMesh | None
 
 
 def _plan_together(
@@ -130,9 +149,9 @@ def _plan_together(
         axes = config.resolve_sharding().resolve(group.size, _node_size(config, group))
         ignored = find_ignored(module, config.ignored_modules or ())
         specs = units if units is not None else (config.transformer_layers or None)
-        plan = _Plan(
-            axes, ignored, plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
-        )
+        unit_plans = plan_units(module, choose_units(module, specs, config.min_num_params, ignored), ignored)
+        tensor_mesh = find_mesh(((e.fqns[0], e.param) for unit in unit_plans for e in unit.params), group.ranks)
+        plan = _Plan(axes, ignored, unit_plans, tensor_mesh)
     except LayerZeroError as error:
         failure = error
     structure = {} if plan is None else describe_structure(module, plan.units, plan.axes, plan.ignored)
@@ -145,6 +164,18 @@ def _plan_together(
         raise failure
     assert plan is not None
     return plan
+
+
+def _tensor_ranks(plan: _Plan, group: Mesh, device: torch.device, traffic: Traffic) -> TensorRanks | None:
+    mesh = plan.tensor_mesh
+    if mesh is None:
+        return None
+    ranks = Mesh.of(mesh)
+    lane_group = ranks.new_group()
+    if lane_group is None:
+        return None
+    control = Control(mesh.get_group(), ranks.size, device, traffic)
+    return TensorRanks(mesh, ranks.rank, control, SumComm(lane_group, ranks.size, "tensor", traffic))
 
 
 def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | None, options: dict[str, Any]):
@@ -211,14 +242,14 @@ def _warn_about(module: nn.Module, config: LayerZeROConfig, plan: _Plan) -> None
 
 
 def _build(
-    module: nn.Module, plan: _Plan, config: LayerZeROConfig, group: Mesh, control: Control, traffic: Traffic
+    module: nn.Module, plan: _Plan, config: LayerZeROConfig, places: _Places, stage: StageNames
 ) -> tuple[Engine, dict[nn.Module, Unit]]:
-    axes = plan.axes
+    axes, group, control, traffic = plan.axes, places.group, places.control, places.traffic
     lanes = Lanes.make(control.device)
 
     def comms(op: Op, which: range) -> dict[int, AxisComm]:
-        groups = group.new_axis_groups(axes, which)
-        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic) for axis in which}
+        groups, scratch = group.new_axis_groups(axes, which), Scratch()
+        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic, scratch) for axis in which}
 
     split = max(axes.num_grads, 1) if axes.sizes else 0
     all_comms = Comms(
@@ -229,12 +260,13 @@ def _build(
     )
     hand_overs = HandOvers(lanes)
     runtime = Runtime(
-        group.rank, all_comms, lanes, PackBuffers(lanes), hand_overs, config.reduce_torch_dtype, config.offload_grads
-    )
+        group.rank, all_comms, lanes, PackBuffers(lanes), hand_overs, config.reduce_torch_dtype, config.offload_grads,
+        places.tensor,
+    )  # fmt: skip
     options = BuildOptions(
         axes, config.param_torch_dtype, config.buffer_torch_dtype, config.sync_module_states,
         config.param_init_fn,
-        getattr(module, "_init_weights", None),
+        getattr(module, "_init_weights", None), stage.in_model, stage.tied,
     )  # fmt: skip
     modules = _modules_of_units(module, plan)
     units, by_module, buffers = [], {}, {}
@@ -255,7 +287,8 @@ def _build(
         lanes, traffic,
         DesyncCheck([u.name for u in units], all_comms.unshard, config.desync_check, control.device),
     )  # fmt: skip
-    source = GradSource(units, control, counts=group.rank < axes.degree(axes.num_optimizer))
+    controls = [control] if places.tensor is None else [control, places.tensor.control]
+    source = GradSource(units, controls)
     eager = config.backward_reduce_scatter == "BACKWARD_PRE"
     casts = Casts(
         config.param_torch_dtype if config.autocast_input else None,
@@ -263,8 +296,9 @@ def _build(
     )
     engine = Engine(
         units=units, config=config, axes=axes, rank=group.rank, lanes=lanes, control=control, traffic=traffic,
-        schedule=schedule, reducer=Reducer(units, control, traffic, source, hand_overs, eager),
-        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts,
+        schedule=schedule, reducer=Reducer(units, controls, traffic, source, hand_overs, eager),
+        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts, tensor=places.tensor,
+        model_fqn=stage.in_model,
     )  # fmt: skip
     return engine, by_module
 

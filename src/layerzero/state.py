@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from layerzero.buffers import gather, views
 from layerzero.engine import Engine
@@ -72,7 +73,9 @@ def install_state_dict_hooks(module: nn.Module, engine: Engine) -> None:
                 )
             if tuple(full.shape) == info.global_shape:
                 r = info.global_range
-                state_dict[prefix + key] = full.detach().reshape(-1)[r.start : r.stop].view(param.shape)
+                state_dict[prefix + key] = (
+                    local_part(full.detach(), info).reshape(-1)[r.start : r.stop].view(param.shape)
+                )
             else:
                 error_messages.append(
                     f"size mismatch for {prefix + key}: got {tuple(full.shape)}, expected the full shape "
@@ -87,25 +90,37 @@ def install_state_dict_hooks(module: nn.Module, engine: Engine) -> None:
     module.register_load_state_dict_pre_hook(slice_full)
 
 
+def local_part(full: torch.Tensor, info: ParamInfo) -> torch.Tensor:
+    """The part of a whole parameter that this tensor-parallel rank's data-parallel group shares."""
+    cut = info.tensor_parallel
+    if cut is None or cut.dim is None:
+        return full
+    indices = cut.indices(info.global_shape)
+    return full.narrow(cut.dim, indices.start, indices.numel)
+
+
 def full_state_dict(root: nn.Module, engine: Engine, rank0_only: bool, cpu: bool) -> dict[str, torch.Tensor]:
     """See `layerzero.full_state_dict`."""
     values: dict[int, torch.Tensor] = {}  # by id of the parameter a module may hold now
-    keep = not rank0_only or engine.rank == 0
+    keep = not rank0_only or engine.rank == 0  # of each tensor-parallel rank: those have to join
     engine.refresher.wait()
     with torch.no_grad(), engine.traffic.paused():
         for unit in engine.units:
             for group in unit.groups:
                 full = gather_full(engine, group)
                 for view, param in zip(views(full, group.layout), group.params, strict=True) if keep else ():
-                    value = view.to("cpu" if cpu else view.device, copy=True)
+                    whole = view if param.spec is None else param.spec.wrap(view).full_tensor()
+                    value = whole.to("cpu" if cpu else view.device, copy=True)
                     values[id(param.sharded)] = values[id(param.unsharded)] = value
     ordered: dict[str, torch.Tensor] = {}
+    keep = keep and not (rank0_only and engine.tensor is not None and engine.tensor.rank)
     for prefix, module in root.named_modules(remove_duplicate=False) if keep else ():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or key in module._non_persistent_buffers_set:
                 continue
             value = values.get(id(tensor))
             if value is None:
-                value = tensor.detach().to("cpu" if cpu else tensor.device, copy=True)
+                plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                value = plain.detach().to("cpu" if cpu else tensor.device, copy=True)
             ordered[f"{prefix}.{key}" if prefix else key] = value
     return ordered

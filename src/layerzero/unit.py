@@ -10,6 +10,7 @@ import torch
 from layerzero.errors import ShardingError
 from layerzero.group import Param, ParamGroup
 from layerzero.lanes import DONE, Event
+from layerzero.tensor_parallel import local_of
 
 
 class Phase(enum.Enum):
@@ -165,7 +166,7 @@ class Unit:
     def take_back(self) -> None:
         """End of `lend`: carry edits of the copies over."""
         for param, copy in self.lent.items():
-            param.unsharded.data.copy_(copy.detach())
+            param.local.data.copy_(local_of(copy.detach()))
         if self.lent:
             self.lent = {}
             self.register_unsharded()

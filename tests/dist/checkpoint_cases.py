@@ -345,3 +345,35 @@ def retention(folder: str) -> list[list[int]]:
     assert lz.load(folder, run.model).extra == "again"
     seen.append([int(name[5:]) for name in sorted(os.listdir(folder)) if name.startswith("step-")])
     return seen
+
+
+def full_disk(folder: str, foreseen: bool) -> tuple[str, int]:
+    """The first save fits, the second does not; after making room it does."""
+    module = importlib.import_module("layerzero.checkpoint.save")
+    check = module._check_space
+    module._check_space = check if foreseen else lambda draft, nbytes: None
+    try:
+        return _full_disk(folder)
+    finally:
+        module._check_space = check
+
+
+def _full_disk(folder: str) -> tuple[str, int]:
+    model = nn.Sequential(nn.Linear(128, 1024), nn.Linear(1024, 17))
+    lz.shard(model, sharding="zero3", units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+    lz.save(folder, model, optimizer, step=0)
+    filler = Path(folder, "filler")
+    if dist.get_rank() == 0:
+        filler.write_bytes(b"x" * (2 << 20))
+    dist.barrier()
+    text = message_of(lz.save, folder, model, optimizer, step=1)
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["filler", "latest", "step-00000000"]
+    assert lz.load(folder, model, optimizer).step == 0
+    if dist.get_rank() == 0:
+        filler.unlink()
+    dist.barrier()
+    return text, lz.save(folder, model, optimizer, step=1, keep=1).step

@@ -400,6 +400,8 @@ def buffers(strategy: str, lane: str) -> None:
             self.register_buffer("table", torch.full((2, 3), float(dist.get_rank())))
             self.register_buffer("count", torch.tensor(dist.get_rank() + 5))
             self.register_buffer("hidden", torch.full((3,), dist.get_rank() + 0.5), persistent=False)
+            self.register_buffer("spread", torch.tensor([[dist.get_rank() + 1.0]]).expand(2, 3))
+            self.register_buffer("slice", torch.full((2, 5), dist.get_rank() + 1.0)[:1, ::2])
             self.register_buffer("nothing", None)
             self.register_buffer("empty", torch.empty(0))
 
@@ -423,6 +425,7 @@ def buffers(strategy: str, lane: str) -> None:
         for part in (model.a, model.b):
             assert part.table.dtype is expected and part.hidden.dtype is expected
             assert part.table.unique().tolist() == [0.0] and part.hidden.unique().tolist() == [0.5]
+            assert part.spread.tolist() == [[1.0] * 3] * 2 and part.slice.tolist() == [[1.0] * 3]
             assert part.count.dtype is torch.int64 and part.count.item() == 5 and part.nothing is None
         assert model.b.table is model.a.table
         if dtype is None:

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from recipes.video_dit.model import LATENT_SHAPE, VideoDiffusion
 from recipes.video_dit.settings import FlowSettings, SamplingSettings, Settings, TransformerSettings
 from recipes.video_dit.text import TEXT_DIM, TextEncoder
 from recipes.video_dit.vae import load_vae, psnr
+from tests.dist.pool import Pool
+from tests.recipes import video_dit_cases
 
 RECIPE = Path(clips_module.__file__).parent
 JOB = Path(__file__).with_name("video_dit_job.py")
@@ -129,37 +133,82 @@ def test_model_runs_with_bf16_parameters() -> None:
     assert sampled.shape == (1, CLIP_FRAMES, 3, 72, 128) and sampled.dtype == torch.uint8
 
 
-@pytest.mark.timeout(180)
-def test_shortened_main_job(tmp_path: Path) -> None:
-    settings = {
-        "steps": 16,
-        "micro_batches": 2,
-        "batch_size": 2,
-        "log_every": 4,
-        "transformer": TINY.model_dump(),
-        "optimizer": {"lr": 5e-3, "warmup_steps": 2},
-        "sampling": {"steps": 2, "clips_per_rank": 1},
-    }
-    config = tmp_path / "settings.yaml"
-    config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-    output = tmp_path / "out"
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        + [str(JOB), str(config), str(RECIPE / "layerzero.yaml"), str(output)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+@pytest.mark.dist
+def test_context_parallel_ranks_train_like_fewer_ranks(pool: Pool) -> None:
+    """Four ranks of which two share each clip have the losses, norms and samples of two ranks."""
+    plain = pool.run(video_dit_cases.short_training, 2, cp=1)[0]
+    shared = pool.run(video_dit_cases.short_training, 4, cp=2)
+    assert shared[0] == shared[1]
+    for name, values in plain.items():
+        assert shared[0][name] == pytest.approx(values, rel=1e-4) and len(set(values)) == len(values) > 1
 
+
+SHORT = {
+    "steps": 16,
+    "micro_batches": 2,
+    "batch_size": 2,
+    "log_every": 2,
+    "save_every": 4,
+    "transformer": TINY.model_dump(),
+    "optimizer": {"lr": 5e-3, "warmup_steps": 2},
+    "sampling": {"steps": 2, "clips_per_rank": 1},
+}
+
+
+def start_main_job(folder: Path) -> subprocess.Popen[str]:
+    config = folder / "settings.yaml"
+    config.write_text(json.dumps(SHORT), encoding="utf-8")  # JSON is YAML
+    with open(folder / "log.txt", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+            + ["--max-restarts", "1", str(JOB), str(config), str(RECIPE / "layerzero.yaml"), str(folder / "out")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # see Makefile
+        )
+
+
+def metrics_of(output: Path) -> list[dict[str, float]]:
+    path = output / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("main_job")
+    assert start_main_job(folder).wait(timeout=170) == 0, (folder / "log.txt").read_text()[-8000:]
+    return folder / "out"
+
+
+@pytest.mark.timeout(240)
+def test_killed_rank_resumes_exactly(main_job: Path, tmp_path: Path) -> None:
+    process = start_main_job(tmp_path)
+    try:
+        while len(metrics_of(tmp_path / "out")) < 10:
+            assert process.poll() is None, (tmp_path / "log.txt").read_text()[-8000:]
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(ranks[2]), signal.SIGKILL)
+        assert process.wait(timeout=170) == 0, (tmp_path / "log.txt").read_text()[-8000:]
+    finally:
+        process.kill()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["resumed_at_step"] in (8, 12)
+    for name in ("step", "loss", "grad_norm", "lr"):
+        whole, resumed = ([entry[name] for entry in metrics_of(out)] for out in (main_job, tmp_path / "out"))
+        assert resumed == whole and len(whole) == 16 and len(set(whole)) > 4
+
+
+@pytest.mark.timeout(180)
+def test_shortened_main_job(main_job: Path) -> None:
+    output = main_job
     ranks = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert all(rank["changed"] == ["transformer"] for rank in ranks)
     clips = [clip for rank in ranks for micro_batch in rank["clips"] for clip in micro_batch]
     assert len(set(clips)) == 4 * 2 * 2
 
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(output)
     assert [entry["step"] for entry in metrics] == list(range(1, 17))
     assert all(math.isfinite(value) for entry in metrics for value in entry.values())
     assert all(entry["grad_norm"] > 0 for entry in metrics)

@@ -2,8 +2,10 @@
 
 [Note: commit]
 A step is written into a hidden folder beside the others. When every rank's file and the manifest are on disk, one
-rename gives the folder its name; then ``latest`` is replaced, by a rename too. A step is removed by renaming it away
-first. So whatever is killed whenever, a folder with a step's name is complete, and ``latest`` names one of them.
+rename gives the folder its name. ``latest`` holds names of steps, one a line, and means the first that exists: just
+before the rename it becomes the new step and the one that was latest, so the rename makes the step visible and the
+latest at once. A step is removed by renaming it away first. So whatever is killed whenever, a folder with a step's
+name is complete, and ``latest`` means the one that was saved last.
 """
 
 from __future__ import annotations
@@ -64,10 +66,11 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
     if not available:
         return None
     with contextlib.suppress(OSError, ValueError, CheckpointError):
-        if check_regular(root / LATEST) <= 64:
-            pointed = _STEP.match((root / LATEST).read_text(encoding="ascii").strip())
-            if pointed and int(pointed[1]) in available:
-                return int(pointed[1])
+        if check_regular(root / LATEST) <= 128:
+            for line in (root / LATEST).read_text(encoding="ascii").split():
+                pointed = _STEP.match(line)
+                if pointed and int(pointed[1]) in available:
+                    return int(pointed[1])
     return available[-1]  # the pointer is missing or names what someone removed
 
 
@@ -145,16 +148,14 @@ def commit(draft: Path, manifest: Manifest, keep: int | None) -> Path:
     write_synced(draft / MANIFEST, dumps(manifest))
     sync_folder(draft)
     folder = root / step_name(manifest.step)
+    before = latest_step(root)
+    _point(root, [manifest.step] if before is None else [manifest.step, before])
     replaced = _set_aside(folder) if os.path.lexists(folder) else None
     os.rename(draft, folder)
     sync_folder(root)
+    _point(root, [manifest.step])
     if replaced is not None:
         _delete(replaced)  # after the new one has its name: removing may take long
-    pointer = root / f"{_HIDDEN}{LATEST}"
-    _delete(pointer)
-    write_synced(pointer, f"{folder.name}\n".encode("ascii"))
-    os.replace(pointer, root / LATEST)
-    sync_folder(root)
     if keep is not None:
         _retain(root, manifest.step, keep)
     return folder
@@ -163,6 +164,15 @@ def commit(draft: Path, manifest: Manifest, keep: int | None) -> Path:
 def discard(draft: Path) -> None:
     """Remove a draft that can't be completed."""
     shutil.rmtree(draft, ignore_errors=True)
+
+
+def _point(root: Path, targets: list[int]) -> None:
+    """Replace ``latest``."""
+    pointer = root / f"{_HIDDEN}{LATEST}"
+    _delete(pointer)
+    write_synced(pointer, "".join(f"{step_name(step)}\n" for step in targets).encode("ascii"))
+    os.replace(pointer, root / LATEST)
+    sync_folder(root)
 
 
 def _retain(root: Path, newest: int, keep: int) -> None:

@@ -245,8 +245,9 @@ def _optimizer_state(states: list[ModelState], optimizers: list[Optimizer]) -> O
 
 def _check_space(draft: Path, nbytes: int) -> None:
     free = shutil.disk_usage(draft).free
-    if nbytes + _RESERVE_NBYTES > free:
+    needed = nbytes + _RESERVE_NBYTES
+    if needed > free:
         raise CheckpointError(
-            f"{draft.parent}: {nbytes / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free. Free some, use "
+            f"{draft.parent}: {needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free. Free some, use "
             f"keep=, or save elsewhere."
         )
