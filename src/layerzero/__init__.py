@@ -16,6 +16,8 @@ from layerzero.layout import TensorParallel
 from layerzero.module import ShardedModule, forward_method, full_state_dict
 from layerzero.optimizers import register_elementwise_optimizer
 from layerzero.parallel.mesh import ParallelMesh
+from layerzero.parallel.pipeline import Pipeline
+from layerzero.parallel.stage import StageNames
 from layerzero.report import compare_strategies, memory_report, traffic_report
 from layerzero.shard import shard
 from layerzero.sharding import Sharding
@@ -32,10 +34,12 @@ __all__ = [
     "Loaded",
     "ParallelMesh",
     "ParamInfo",
+    "Pipeline",
     "Saved",
     "ShardedModule",
     "Sharding",
     "ShardingError",
+    "StageNames",
     "TensorParallel",
     "__version__",
     "add_arguments",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ class BuildOptions:
         buffer_dtype: dtype of floating-point buffers; None leaves them.
         broadcast: take the values of data-parallel rank 0.
         init: gives values to a meta module's own parameters and buffers in place, if given.
+        model_fqn: from a name in the module to the one in the whole model.
+        tied: by name in the module, the name that copies of the parameter on several stages have in common.
         model_init: otherwise the model's own way to do so (transformers' ``_init_weights``), after torch's.
     """
 
@@ -38,6 +40,8 @@ class BuildOptions:
     broadcast: bool
     init: Callable[[nn.Module], None] | None
     model_init: Callable[[nn.Module], None] | None
+    model_fqn: Callable[[str], str] = str
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_unit(
@@ -59,7 +63,7 @@ def build_unit(
     specs = [Spec.of(entry.param) for entry in plan.params]  # meta parameters become plain ones
     _materialise(plan, modules, device, options.init, options.model_init)
     _prepare_buffers(modules, device, options, control, buffers)
-    by_kind: dict[tuple[torch.dtype, bool, bool], list[_Entry]] = {}
+    by_kind: dict[tuple[torch.dtype, bool, bool, str | None], list[_Entry]] = {}
     for entry, spec in zip(plan.params, specs, strict=True):
         p = entry.param
         if p.requires_grad and not p.is_floating_point():
@@ -67,11 +71,12 @@ def build_unit(
                 f"parameter {entry.fqns[0]!r} is trainable and {p.dtype}: only real floats can be trained"
             )
         dtype = options.dtype if p.is_floating_point() else p.dtype
-        described = _Entry(entry, spec, _info(entry, spec, plan.name, runtime.tensor))
-        by_kind.setdefault((dtype, p.requires_grad, is_cut(described.info)), []).append(described)
+        described = _Entry(entry, spec, _info(entry, spec, plan.name, options, runtime.tensor))
+        kind = (dtype, p.requires_grad, is_cut(described.info), described.info.tied_to)
+        by_kind.setdefault(kind, []).append(described)
     groups = [
         _build_group(entries, dtype, trainable, options, runtime, control)
-        for (dtype, trainable, _), entries in by_kind.items()
+        for (dtype, trainable, *_), entries in by_kind.items()
     ]
     return Unit(plan.name, index, groups, is_root=index == 0)
 
@@ -91,12 +96,16 @@ class _Entry:
         return self.spec.local(param) if self.spec is not None and whole else local_of(param)
 
 
-def _info(entry: OwnedParam, spec: Spec | None, unit: str, tensor: TensorRanks | None) -> ParamInfo:
+def _info(
+    entry: OwnedParam, spec: Spec | None, unit: str, options: BuildOptions, tensor: TensorRanks | None
+) -> ParamInfo:
     name, *aliases = entry.fqns
+    tied_to = next((options.tied[fqn] for fqn in entry.fqns if fqn in options.tied), None)
     cut = spec.cut if spec is not None else None
     if cut is None and tensor is not None:
         cut = TensorParallel(None, tensor.rank, tensor.size)
-    return ParamInfo(name, tuple(entry.param.shape), Range(0, 0), unit, tuple(aliases), cut, model_fqn=name)
+    shape = tuple(entry.param.shape)
+    return ParamInfo(name, shape, Range(0, 0), unit, tuple(aliases), cut, options.model_fqn(name), tied_to)
 
 
 def _build_group(

@@ -20,6 +20,7 @@ Whatever is not over by then is over at the end of the backward, which autograd 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -50,6 +51,9 @@ class Engine:
         rank: this process's data-parallel rank.
         tensor: tensor-parallel ranks, if parameters are DTensors.
         sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
+        hold: leave the reductions of a synchronised backward running; whoever set it calls `finish_step`.
+        probing: a backward now is one over inputs only, for the shapes of gradients: nothing is reduced.
+        model_fqn: from a name in this module to the one in the whole model, of which it may be a stage.
         resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.
     """
 
@@ -66,7 +70,10 @@ class Engine:
     grad_source: GradSource
     casts: Casts
     tensor: TensorRanks | None = None
+    model_fqn: Callable[[str], str] = str
     sync: bool = True
+    hold: bool = False
+    probing: bool = False
     forward_depth: int = 0
     resume_pending: bool = False
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
@@ -102,7 +109,7 @@ class Engine:
         grad_enabled = torch.is_grad_enabled()
         self._may_recompute = grad_enabled or not of_root
         self.schedule.begin_pass(grad_enabled)
-        self.refresher.begin_pass(grad_enabled, reversed(self.reducer.order), self._release)
+        self.refresher.begin_pass(grad_enabled, not self.sync, reversed(self.reducer.order), self._release)
 
     def end_pass(self) -> None:
         """The outermost forward is over."""
@@ -253,6 +260,9 @@ class Engine:
         """Autograd is done with the outermost backward."""
         if not self._in_backward:
             return
+        if self.probing:
+            self._abandon_backward()
+            return
         with torch.no_grad():
             for unit in self.units:
                 if any(not unit.all_arrived_in(task) for task in unit.fires):
@@ -260,7 +270,7 @@ class Engine:
                 unit.learn_fires()
             self._clear_backward_state()
             self.schedule.announce_end()
-            self.reducer.finish()
+            self.reducer.finish(self.hold)
             self.schedule.end_backward()
             self.refresher.backward_over()
             if self.reducer.sync:
@@ -293,7 +303,7 @@ class Engine:
     def _abandon_backward(self) -> None:
         """A backward raised half-way: drop its gradients."""
         self._clear_backward_state()
-        self.reducer.reset()
+        self.reducer.abandon()
         for unit in self.units:
             unit.pending.clear()
             for param in unit.params:

@@ -35,6 +35,7 @@ class GradSource:
         self._params: list[Param] = [p for g in self._groups for p in g.params]
         self._index = {id(p.sharded): i for i, p in enumerate(self._params)}
         self._controls = controls
+        self.pipeline: Control | None = None  # over the pipeline's stages, of which this model is one
         self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}  # with the gradients' stamps
 
     def invalidate(self) -> None:
@@ -43,6 +44,12 @@ class GradSource:
 
     def norm(self, shard: GradShard, order: float) -> torch.Tensor:
         """Norm of the whole gradient that ``shard`` is a slice of: fp32 scalar. Collective on first use."""
+        if self.pipeline is not None:
+            raise ShardingError(
+                f"a norm of the gradient of {shard._fqn!r} was asked for outside its pipeline: the model is one of "
+                f"several stages, and clipping by its own norm would scale stages differently. Use "
+                f"Pipeline.clip_grad_norm_ or Pipeline.grad_norm."
+            )
         index = self._index[shard.param_id]
         current = self._params[index].sharded.grad
         if not (shard.is_whole or shard is current):
@@ -50,10 +57,15 @@ class GradSource:
         known = self._norms.get(order)
         if known is None or known[1][index] != _stamp(current):
             stamps = [_stamp(p.sharded.grad) for p in self._params]
-            self._norms[order] = known = (self._all_norms(order), stamps)
+            self._norms[order] = known = (self.all_norms(order), stamps)
         return known[0][index]
 
-    def _all_norms(self, order: float) -> torch.Tensor:
+    def all_norms(self, order: float) -> torch.Tensor:
+        """Norm of every trainable parameter's gradient, fp32 [parameters]; 0 for what another stage counts. Collective.
+
+        Raises:
+            ShardingError: while a gradient is pending.
+        """
         if not order > 0:
             raise ShardingError(f"norm of order {order} of sharded gradients: expected a positive order or inf")
         counted = [g.counts for g in self._groups for _ in g.params]
@@ -75,8 +87,8 @@ class GradSource:
         return norms.pow_(1.0 / order)
 
     def any_rank(self, found_inf: torch.Tensor) -> None:
-        """In place: the largest value over all ranks."""
-        for control in self._controls:
+        """In place: the largest value over all ranks of the model."""
+        for control in (*self._controls, *([self.pipeline] if self.pipeline is not None else [])):
             control.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
@@ -294,13 +306,15 @@ _WHOLE_CHECKS: dict[Any, Callable[[GradShard], Any]] = {
 # ------------------------------------------------------------------ setting `p.grad`
 
 
-def attach_grads(unit: Unit, source: GradSource) -> None:
-    """After a synchronised backward: ``grad`` of every trainable parameter is its slice of `main_grad`.
+def attach_grads(unit: Unit, source: GradSource, scale: float = 1.0) -> None:
+    """After a synchronised backward: ``grad`` of every trainable parameter is its slice of ``scale * main_grad``.
 
     A gradient that is already there (no ``zero_grad`` since the last synchronised backward) is added.
     """
     for group in unit.trainable_groups:
         main_grad = group.take_main_grad()
+        if scale != 1.0:
+            main_grad.mul_(scale)
         for i, param in enumerate(group.params):
             p = param.sharded
             if not p.requires_grad:

@@ -49,6 +49,7 @@ class Reducer:
         self._next = 0
         self._events: list[Event] = []
         self._recorded = False
+        self._held = False  # a synchronised backward is reduced, or about to be, and not attached
         self.sync = True
 
     @property
@@ -75,8 +76,11 @@ class Reducer:
             with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
                 self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
 
-    def finish(self) -> None:
-        """End of a backward: reduce what is left, and set ``grad`` of the sharded parameters."""
+    def finish(self, hold: bool) -> None:
+        """End of a backward: reduce what is left, and set ``grad`` of the sharded parameters.
+
+        ``hold`` leaves the reductions of a synchronised backward running; `wait` and `attach` follow.
+        """
         ready = [u for u in self._ready if u.trainable_groups]
         for unit in self._order[self._next :]:
             unit.grads_ready = True
@@ -84,27 +88,46 @@ class Reducer:
         self._traffic.num_backwards += 1
         if self.sync:
             self._traffic.num_synced_backwards += 1
-            for event in self._events:
-                event.wait()
-            self._hand_overs.clear()
-            for unit in self._order:
-                attach_grads(unit, self._source)
-            self._source.invalidate()
-            for unit in self._order:
-                run_user_hooks(unit)
+            self._held = True
+            if not hold:
+                self.wait()
+                self.attach()
         else:
             for unit in self._order:
                 attach_pending(unit, self._source)
-        self._source.invalidate()
+            self._source.invalidate()
+            self._events.clear()
         if not self._recorded:
             self._recorded = True
             self._agree_on_order(ready)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget the backward."""
-        self._ready.clear()
+    def wait(self) -> bool:
+        """Order the caller after the last synchronised backward's reductions; whether there is one to `attach`."""
+        for event in self._events:
+            event.wait()
         self._events.clear()
+        self._hand_overs.clear()
+        return self._held
+
+    def attach(self, scale: float = 1.0) -> None:
+        """Set ``grad`` of the sharded parameters to ``scale`` times what was reduced."""
+        self._held = False
+        for unit in self._order:
+            attach_grads(unit, self._source, scale)
+        self._source.invalidate()
+        for unit in self._order:
+            run_user_hooks(unit)
+        self._source.invalidate()
+
+    def abandon(self) -> None:
+        """Forget a backward that did not end."""
+        self._events.clear()
+        self.reset()
+
+    def reset(self) -> None:
+        """Get ready for the next backward."""
+        self._ready.clear()
         self._next = 0
         for unit in self._order:
             unit.grads_ready = unit.reduced = False

@@ -7,9 +7,11 @@ and a decision to refresh must be the same on every rank because refreshing is c
 * After a synchronised backward, an optimizer step or a load everything is stale. All ranks know.
 * In the forward that follows an unsynchronised backward (micro-batches) the cache is trusted, up to
   versions. This is the path that must cost nothing.
-* Around any other pass (evaluation, the first one after it, a forward while an earlier one has not had its
-  backward) a weighted checksum of `main` is compared with the one taken then, and the ranks agree on the
-  result in one small message. Training passes keep a checksum only once such a forward has been seen.
+* Also inside `no_sync()`, where a pipeline schedule has several micro-batches in flight: a forward that starts
+  while an earlier one awaits its backward trusts the cache, up to versions.
+* Around any other pass (evaluation, the first one after it, a forward outside `no_sync()` while an earlier one
+  has not had its backward) a weighted checksum of `main` is compared with the one taken then, and the ranks agree
+  on the result in one small message. Training passes keep a checksum only once such a forward has been seen.
 
 The order of refreshes is the same on every rank, whatever order its units run in.
 """
@@ -53,14 +55,19 @@ class Refresher:
         """The last pass had its backward."""
         self._unfinished = False
 
-    def begin_pass(self, grad_enabled: bool, order: Iterable[Unit], release: Callable[[Unit], None]) -> None:
+    def begin_pass(
+        self, grad_enabled: bool, accumulating: bool, order: Iterable[Unit], release: Callable[[Unit], None]
+    ) -> None:
         """Refresh what is stale, soonest needed first; ``release`` what is still gathered from before.
 
-        ``order`` is the same on every rank.
+        ``accumulating`` says that the pass is inside `no_sync()`. ``order`` is the same on every rank.
         """
-        if self._window_open and grad_enabled and not self._unfinished:
+        if self._window_open and grad_enabled and (accumulating or not self._unfinished):
             for group in self._all_trainable:
                 group.stale = group.stale or group.changed_in_place()
+            if self._unfinished and any(group.stale for group in self._all_trainable):
+                for unit in self._all_units:
+                    release(unit)
         else:
             self._keep_checksums = self._keep_checksums or (self._window_open and grad_enabled)
             for unit in self._all_units:

@@ -146,6 +146,8 @@ class Schedule:
             unit.register_sharded()
         unit.phase = Phase.SHARDED
         self._live.remove(unit)
+        if unit in self._prefetched:  # nobody came for it; a left-over entry would free a later use under way
+            self._prefetched.remove(unit)
         if not self._gathers[unit]:
             return
         for group in unit.groups:
@@ -192,7 +194,6 @@ class Schedule:
         else:
             # One more than `depth`: the unit around the running one gets its gradient in between, as current.
             for unit in [u for u in self._prefetched if u not in named[: depth + 1] and u is not current]:
-                self._prefetched.remove(unit)
                 self.reshard(unit)
             counted = [u for u in self._live if u is not current and not u.is_root and not u.forward_depth]
             room = depth - len(counted)

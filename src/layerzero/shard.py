@@ -18,7 +18,7 @@ from layerzero.agreement import check_ranks_agree, describe_config, describe_str
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
 from layerzero.checkpoint import load
-from layerzero.collectives import AxisComm, Control, Op, SumComm, Traffic
+from layerzero.collectives import AxisComm, Control, Op, Scratch, SumComm, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
 from layerzero.engine import Engine
@@ -31,6 +31,7 @@ from layerzero.mesh import Mesh, compute_device
 from layerzero.module import become_guarded, become_sharded, hooks_by_module
 from layerzero.optimizers import mark_replaced, mark_sharded
 from layerzero.parallel.mesh import ParallelMesh
+from layerzero.parallel.stage import StageNames
 from layerzero.precision import Casts
 from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
@@ -50,6 +51,7 @@ def shard(
     mesh: DeviceMesh | ParallelMesh | None = None,
     sharding: Sharding | str | None = None,
     units: Sequence[UnitSpec] | UnitPredicate | None = None,
+    stage: StageNames | None = None,
     **options: Any,
 ) -> nn.Module:
     """Shard ``module`` in place for data-parallel training; returns it.
@@ -69,6 +71,7 @@ def shard(
         units: modules that are gathered as a whole: class names, classes, modules, or a predicate over
             modules; instead of the configuration's ``transformer_layers``. With neither these nor
             ``min_num_params``, blocks that the model itself declares as indivisible are taken.
+        stage: names that matter beyond this module, if it is one stage of a pipeline.
         **options: any key of `LayerZeROConfig`, overriding ``config``.
 
     Raises:
@@ -99,10 +102,12 @@ def shard(
     control = Control(group.new_group(), group.size, _device(module, config, mesh), traffic)
     if "zero3_size" not in config.model_fields_set:  # the default must not refuse a smaller or odd group
         config = config.replace(zero3_size=math.gcd(config.zero3_size, group.size))
+    stage = stage if stage is not None else StageNames()
+    stage.check(module)
     plan = _plan_together(module, config, units, group, control)
     _warn_about(module, config, plan)
     places = _Places(group, control, _tensor_ranks(plan, group, control.device, traffic), traffic)
-    engine, by_module = _build(module, plan, config, places)
+    engine, by_module = _build(module, plan, config, places, stage)
     _install(engine, by_module)
     if config.ckpt_load_path is not None:
         engine.resume_pending = load(config.ckpt_load_path, module).has_optimizer
@@ -237,14 +242,14 @@ def _warn_about(module: nn.Module, config: LayerZeROConfig, plan: _Plan) -> None
 
 
 def _build(
-    module: nn.Module, plan: _Plan, config: LayerZeROConfig, places: _Places
+    module: nn.Module, plan: _Plan, config: LayerZeROConfig, places: _Places, stage: StageNames
 ) -> tuple[Engine, dict[nn.Module, Unit]]:
     axes, group, control, traffic = plan.axes, places.group, places.control, places.traffic
     lanes = Lanes.make(control.device)
 
     def comms(op: Op, which: range) -> dict[int, AxisComm]:
-        groups = group.new_axis_groups(axes, which)
-        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic) for axis in which}
+        groups, scratch = group.new_axis_groups(axes, which), Scratch()
+        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic, scratch) for axis in which}
 
     split = max(axes.num_grads, 1) if axes.sizes else 0
     all_comms = Comms(
@@ -261,7 +266,7 @@ def _build(
     options = BuildOptions(
         axes, config.param_torch_dtype, config.buffer_torch_dtype, config.sync_module_states,
         config.param_init_fn,
-        getattr(module, "_init_weights", None),
+        getattr(module, "_init_weights", None), stage.in_model, stage.tied,
     )  # fmt: skip
     modules = _modules_of_units(module, plan)
     units, by_module, buffers = [], {}, {}
@@ -293,6 +298,7 @@ def _build(
         units=units, config=config, axes=axes, rank=group.rank, lanes=lanes, control=control, traffic=traffic,
         schedule=schedule, reducer=Reducer(units, controls, traffic, source, hand_overs, eager),
         refresher=Refresher(units, lanes, control), grad_source=source, casts=casts, tensor=places.tensor,
+        model_fqn=stage.in_model,
     )  # fmt: skip
     return engine, by_module
 
