@@ -209,7 +209,9 @@ def main(
     fresh: Annotated[bool, typer.Option(help="Start anew where OUTPUT holds an unfinished run.")] = False,
 ) -> None:
     """Trains, or goes on with the unfinished run in OUTPUT, then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT."""
-    overrides = {"steps": steps, "cp": cp, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed}
+    overrides = {
+        "steps": steps, "cp": cp, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed,
+    }  # fmt: skip
     try:
         run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output, fresh)
     finally:
