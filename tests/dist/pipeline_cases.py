@@ -262,6 +262,23 @@ def several_steps_case() -> None:
     assert len(second) > 10 and all(torch.equal(g, second[n]) for n, g in grads().items())
 
 
+def half_precision_case() -> list[Any]:
+    """bf16 stages that pass bf16 on: dtypes of what the last stage gets and of outputs, and losses beside fp32's."""
+    mesh = mesh_of(2, 2)
+    first = mesh.coordinate("pp") == 0
+    seen: set[str] = set()
+    losses = []
+    for options in ({"param_dtype": "bf16", "autocast_output": not first}, {}):
+        stages = Stages(make_transformer(), mesh, 2, sharding="layerzero", zero3_size=2, **options)
+        stages.modules[0].register_forward_pre_hook(lambda _, args: seen.add(str(args[0].dtype)))
+        for step in range(2):
+            losses += [loss.item() for loss in stages.run(step)]
+            stages.pipeline.clip_grad_norm_(1.0)
+            stages.optimizer.step()
+            stages.optimizer.zero_grad()
+    return [sorted(seen), losses]
+
+
 def scaler_case() -> None:
     """An overflow on one stage makes all stages skip the step."""
     mesh = mesh_of(2, 2)

@@ -90,6 +90,12 @@ class TestSteps:
     def test_schedule_without_pipeline(self, pool: Pool) -> None:
         pool.run(cases.plain_schedule_case, 4)
 
+    def test_half_precision(self, pool: Pool) -> None:
+        for rank, (dtypes, losses) in enumerate(pool.run(cases.half_precision_case, 4)):
+            assert dtypes == (["torch.int64"] if rank < 2 else ["torch.bfloat16", "torch.float32"])
+            half, full = losses[: len(losses) // 2], losses[len(losses) // 2 :]
+            assert half == pytest.approx(full, rel=2e-2) and half != full if rank >= 2 else losses == []
+
     def test_scaler(self, pool: Pool) -> None:
         pool.run(cases.scaler_case, 4)
 

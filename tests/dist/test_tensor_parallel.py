@@ -28,6 +28,11 @@ class TestParity:
         compared = pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations)
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
+    def test_data_parallel_alone(self, pool: Pool) -> None:
+        """The same model and comparison on four data-parallel ranks."""
+        configurations = [{"sequence": False, "micro": m, **s} for s in STRATEGIES.values() for m in (1, 4)]
+        assert pool.run(cases.train_cases, 4, data=4, context=1, configurations=configurations)
+
     @pytest.mark.slow
     def test_hierarchy(self, pool: Pool) -> None:
         """Two tensor-parallel ranks, ZeRO-3 groups of two, optimizer states over four."""
