@@ -158,6 +158,11 @@ class SumComm:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def broadcast(self, tensor: torch.Tensor, global_rank: int) -> torch.Tensor:
+        """In-place broadcast from one of the ranks; not counted, as it is no part of training."""
+        dist.broadcast(tensor, src=global_rank, group=self.group)
+        return tensor
+
 
 @dataclass(frozen=True)
 class Control:

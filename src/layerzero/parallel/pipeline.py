@@ -47,7 +47,7 @@ class _Tie:
         """Every copy takes the values of the first stage's."""
         flats = [g.model if g.main is None else g.main for g in self.groups]
         if self.comm is not None:
-            dist.broadcast(flats[0], src=self.first_rank, group=self.comm.group)
+            self.comm.broadcast(flats[0], self.first_rank)
         for flat in flats[1:]:
             flat.copy_(flats[0])
 
