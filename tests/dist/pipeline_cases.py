@@ -71,6 +71,7 @@ class Stages:
         tied: bool = False,
         sequence: bool | None = None,
         static: bool = False,
+        reentrant: bool | None = None,
         **sharding: Any,
     ) -> None:
         rank, size = mesh.coordinate("pp"), mesh.size("pp")
@@ -80,6 +81,7 @@ class Stages:
         stages = []
         for index in range(rank, size * per_rank, size):
             module: Any = share_samples(copy.deepcopy(whole).keep_stage(index, size * per_rank), self.context)
+            module.reentrant = reentrant
             if sequence is not None:
                 parallelize(module, mesh.tp, sequence)
             ties = {"embed.weight": "E", "head.weight": "E"} if tied else {}

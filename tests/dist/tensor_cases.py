@@ -125,10 +125,17 @@ def train_cases(data: int, context: int, configurations: list[dict[str, Any]]) -
 
 
 def _train(
-    mesh: lz.ParallelMesh, sequence: bool, micro: int, lane: str = "threads", norm_type: float = 2.0, **sharding: Any
+    mesh: lz.ParallelMesh,
+    sequence: bool,
+    micro: int,
+    lane: str = "threads",
+    norm_type: float = 2.0,
+    reentrant: bool | None = None,
+    **sharding: Any,
 ) -> int:
     reference = make_transformer()
     model = share_samples(copy.deepcopy(reference), ContextParallel.of(mesh))
+    model.reentrant = reentrant
     before = {n: p.detach().clone() for n, p in reference.named_parameters()}
     want = alone(reference, mesh.size("dp"), micro, norm_type)
     with lane_context(lane):

@@ -26,6 +26,7 @@ class TestParity:
             {"schedule": "1f1b", "micro": 4, "lane": "late", "norm_type": 1.0},
             {"schedule": "1f1b", "micro": 4, "tied": True, "norm_type": float("inf")},
             {"schedule": "interleaved", "micro": 4, "tied": True, "lane": "random:1"},
+            {"schedule": "1f1b", "micro": 3, "reentrant": False, "static": True, "lane": "late"},
         ]
         configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
         compared = pool.run(cases.train_cases, 4, pipeline=2, data=2, context=1, configurations=configurations)
@@ -56,6 +57,7 @@ class TestParity:
         configurations = [
             {"schedule": "1f1b", "micro": 6, "sharding": "ddp"},
             {"schedule": "gpipe", "micro": 2, "sharding": "zero3"},
+            {"schedule": "1f1b", "micro": 4, "reentrant": False, "sharding": "zero3"},
         ]
         assert pool.run(cases.train_cases, 4, pipeline=4, data=1, context=1, configurations=configurations)
 

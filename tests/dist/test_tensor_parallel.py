@@ -28,6 +28,12 @@ class TestParity:
         compared = pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations)
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
+    def test_checkpointed_activations(self, pool: Pool) -> None:
+        configurations = [
+            {"sequence": r, "micro": 2, "lane": "late", "reentrant": r, **STRATEGIES["layerzero"]} for r in (False, True)
+        ]
+        assert pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations)
+
     def test_data_parallel_alone(self, pool: Pool) -> None:
         """The same model and comparison on four data-parallel ranks."""
         configurations = [{"sequence": False, "micro": m, **s} for s in STRATEGIES.values() for m in (1, 4)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from layerzero.parallel.context import ContextParallel, ulysses_attention
 
@@ -62,12 +63,13 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer() for i in range(num_layers)})
         self.norm: nn.Module | None = nn.LayerNorm(DIM)
         self.head: nn.Module | None = nn.Linear(DIM, VOCAB, bias=False)
+        self.reentrant: bool | None = None  # whether activation checkpoints of layers are, if there are any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def keep_stage(self, index: int, num_stages: int) -> Transformer:
