@@ -1,5 +1,6 @@
 # make demo   set up, then train the example model
 # make test   set up, then all checks and tests
+# make headline  set up, then long sequences: context parallel + LayerZeRO against tensor parallel + ZeRO-1
 # make check  set up, then formatting, lint, types and import order
 # make setup  create .venv with the pinned versions; skipped while it is up to date
 #
@@ -21,7 +22,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
-.PHONY: setup check format test demo constraints clean
+.PHONY: setup check format test demo headline constraints clean
 
 setup: $(STAMP)
 
@@ -52,6 +53,12 @@ test: setup check
 demo: setup
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 --max-restarts 3 \
 		recipes/video_dit/train.py --config recipes/video_dit/demo.yaml --output runs/demo
+
+# Six to eight minutes on two free cores. Two nodes need root, for network namespaces.
+headline: setup
+	$(BIN)/python -m benchmarks.headline --output runs/headline/one_node
+	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m benchmarks.headline --nodes 2 --output runs/headline/two_nodes; \
+	else echo "Two nodes: skipped, needs root"; fi
 
 # Pins what .venv holds now, without local version labels such as +cpu.
 constraints:

@@ -63,7 +63,7 @@ def gather(
 
     Args:
         out: 1-D buffer of degree ``axes.start``; intermediate pieces are gathered in place inside it.
-        shard: this rank's 1-D slice of degree ``axes.stop``, of the same dtype; not inside ``out``.
+        shard: this rank's 1-D slice of degree ``axes.stop``, of the same dtype; may be its place in ``out``.
         axes: the axes to gather over; none copies.
     """
     base = layout.slice(rank, axes.start).start
@@ -72,7 +72,7 @@ def gather(
         piece = out[place.start : place.stop]
         comms[axis].all_gather(piece, shard)
         shard = piece
-    if not axes:
+    if not axes and out.data_ptr() != shard.data_ptr():
         out.copy_(shard)
 
 

@@ -8,8 +8,15 @@ counted apart, under the axis `CONTROL`.
 
 [Note: reductions on CPU]
 gloo implements reduce-scatter as an all-reduce, which sends twice the bytes, and it sums in the wire dtype.
-Here a reduction is an all-to-all in the wire dtype followed by a local sum in fp32: half the bytes, one
-rounding per axis, and the same order of summation on every rank.
+Here a reduction is an exchange of slices in the wire dtype followed by a local sum in fp32: half the bytes and
+one rounding per axis. Ranks that share a memory bus are limited by it, so the sum, its scaling, the addition to
+earlier micro-batches and the rounding for the next axis are one pass over cache-sized chunks; as separate
+operations they took three times as long as the exchange itself.
+
+[Note: copies in gloo]
+gloo's all-gather gathers into a buffer of its own and copies it out, and its all-to-all copies this rank's own
+slice. On axes of up to `_FEW` ranks a gather is one broadcast per rank, straight into place, and an exchange is
+sends and receives: the same bytes on the wire. On larger axes the number of messages costs more than the copies.
 """
 
 from __future__ import annotations
@@ -35,6 +42,10 @@ def _pick(*names: str):
             return getattr(dist, name)
     raise ImportError(f"this torch has none of torch.distributed.{'/'.join(names)}")
 
+
+_FEW = 8
+_CHUNK_NUMEL = 1 << 16
+"""Elements summed at a time: twice 256 KiB of fp32 stay in a core's cache."""
 
 _all_gather = _pick("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _pick("reduce_scatter_single", "reduce_scatter_tensor")
@@ -89,6 +100,20 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class Scratch:
+    """Memory that one lane uses within one job at a time: grows to what the largest needs and stays."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """``numel`` uninitialised elements of ``like``'s dtype on its device, until the next call."""
+        nbytes = numel * like.element_size()
+        if self._flat.numel() < nbytes or self._flat.device != like.device:
+            self._flat = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+        return self._flat[:nbytes].view(like.dtype)
+
+
 @dataclass(frozen=True)
 class AxisComm:
     """Collectives of one lane along one axis.
@@ -98,6 +123,7 @@ class AxisComm:
         size: ranks in it.
         op: what the lane's traffic is counted as.
         axis: axis number, innermost 0.
+        scratch: the lane's.
     """
 
     group: dist.ProcessGroup
@@ -105,6 +131,7 @@ class AxisComm:
     op: Op
     axis: int
     traffic: Traffic
+    scratch: Scratch = field(default_factory=Scratch)
 
     def global_ranks(self) -> list[int]:
         """Global ranks along the axis, in coordinate order."""
@@ -113,28 +140,41 @@ class AxisComm:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """``out`` [size * n] becomes the ``shard`` [n] of every rank; ``shard`` may be its place in ``out``."""
         self.traffic.add(self.op, self.axis, _nbytes(shard) * (self.size - 1))
-        _all_gather(out, shard, group=self.group)
+        if out.device.type == "cpu" and self.size <= _FEW:
+            _gather_into_place(out, shard, self.group)
+        else:
+            _all_gather(out, shard, group=self.group)
 
-    def reduce_scatter_mean(self, wire: torch.Tensor) -> torch.Tensor:
-        """Mean over the axis of this rank's slice of ``wire`` [n], in fp32 [n / size]."""
+    def reduce_scatter_mean(
+        self, wire: torch.Tensor, accum: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Mean over the axis of this rank's slice of ``wire`` [n], plus ``accum``, in ``dtype`` [n / size].
+
+        Summed in fp32. ``accum`` [n / size] is fp32 and is itself the result where ``dtype`` is fp32 too.
+        """
         self.traffic.add(self.op, self.axis, _nbytes(wire) // self.size * (self.size - 1))
-        if wire.device.type == "cpu":
-            received = torch.empty_like(wire)
-            dist.all_to_all_single(received, wire, group=self.group)
-            return sum_in_fp32(received.view(self.size, -1)).mul_(1.0 / self.size)
-        shard = wire.new_empty(wire.numel() // self.size)
-        _reduce_scatter(shard, wire, op=dist.ReduceOp.AVG, group=self.group)
-        return shard.float()
+        numel = wire.numel() // self.size
+        if wire.device.type != "cpu":
+            shard = wire.new_empty(numel)
+            _reduce_scatter(shard, wire, op=dist.ReduceOp.AVG, group=self.group)
+            return (shard if accum is None else accum.add_(shard)).to(dtype)
+        rows = _exchange(wire, self.group, self.scratch)
+        out = accum if accum is not None and dtype is torch.float32 else wire.new_empty(numel, dtype=dtype)
+        _mean_in_fp32(rows, accum, out)
+        return out
 
-    def all_reduce_mean(self, wire: torch.Tensor) -> torch.Tensor:
-        """Mean over the axis of ``wire`` [n], in fp32 [n], rounded once to the wire dtype; same on every rank."""
-        shard = self.reduce_scatter_mean(wire).to(wire.dtype)
+    def all_reduce_mean(self, wire: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Mean over the axis of ``wire`` [n], rounded once to the wire dtype, as ``dtype`` [n]; same on every rank."""
+        shard = self.reduce_scatter_mean(wire, dtype=wire.dtype)
         self.traffic.add(self.op, self.axis, _nbytes(shard) * (self.size - 1))
         if not self.traffic._paused:
             self.traffic.counts[self.op, self.axis].num -= 1  # both halves are one all-reduce
         out = torch.empty_like(wire)
-        _all_gather(out, shard, group=self.group)
-        return out.float()
+        if out.device.type == "cpu" and self.size <= _FEW:
+            _gather_into_place(out, shard, self.group)
+        else:
+            _all_gather(out, shard, group=self.group)
+        return out.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -252,14 +292,66 @@ class ActivationComm:
         return out
 
 
-def sum_in_fp32(rows: torch.Tensor) -> torch.Tensor:
-    """Sum over dim 0 of ``rows`` [m, n] in fp32 [n]; always a new tensor."""
-    if len(rows) > 8:
+def sum_in_fp32(rows: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum over dim 0 of ``rows`` [m, n], or of m tensors [n], in fp32 [n]; always a new tensor."""
+    if len(rows) > 8 and isinstance(rows, torch.Tensor):
         return rows.sum(0, dtype=torch.float32)
     total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:  # adds without a copy of all rows in fp32, which `sum` makes of half precision
         total.add_(row)
     return total
+
+
+def _gather_into_place(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather on a CPU; see [Note: copies in gloo]."""
+    places = out.view(group.size(), -1).unbind()
+    mine = places[group.rank()]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard)
+    works = [dist.broadcast(p, group_src=i, group=group, async_op=True) for i, p in enumerate(places)]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) -> list[torch.Tensor]:
+    """This rank's slice of ``wire`` [m * n] as every rank along the axis has it: m tensors [n], in rank order."""
+    size, me = group.size(), group.rank()
+    numel = wire.numel() // size
+    if size > _FEW:
+        received = scratch.take(wire.numel(), wire)
+        dist.all_to_all_single(received, wire, group=group)
+        return list(received.view(size, -1).unbind())
+    slices = wire.view(size, -1).unbind()
+    rows = list(scratch.take((size - 1) * numel, wire).view(size - 1, numel).unbind())
+    rows.insert(me, slices[me])
+    others = [(me + i) % size for i in range(1, size)]
+    works = [dist.irecv(rows[r], group=group, group_src=r) for r in others]
+    works += [dist.isend(slices[r], group=group, group_dst=r) for r in others]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return rows
+
+
+def _mean_in_fp32(rows: list[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``out`` [n] = mean of ``rows``, each [n], summed in fp32 in their order, plus ``accum``, which may be ``out``."""
+    scale, is_fp32 = 1.0 / len(rows), out.dtype is torch.float32
+    buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
+    chunks = [row.split(_CHUNK_NUMEL) for row in rows]
+    accums = None if accum is None else accum.split(_CHUNK_NUMEL)
+    for i, part in enumerate(out.split(_CHUNK_NUMEL)):
+        total, term = buffers[:, : part.numel()].unbind()
+        total.copy_(chunks[0][i])
+        for row in chunks[1:]:
+            total.add_(term.copy_(row[i]))  # an addition of mixed dtypes takes twice as long
+        into = part if is_fp32 else total
+        if accums is None:
+            torch.mul(total, scale, out=into)
+        else:
+            torch.add(accums[i], total, alpha=scale, out=into)
+        if not is_fp32:
+            part.copy_(total)
 
 
 def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:

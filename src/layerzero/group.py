@@ -210,8 +210,10 @@ class ParamGroup:
         assert self.main is not None
         axes = self.layout.axes
         between = range(axes.num_params, axes.num_optimizer)
-        shard = self.main.to(self.dtype) if between else self.main
-        gather(self.model, shard, self.layout, self._rt.rank, self._rt.comms.refresh, between)
+        start = self.slice.start - self.layout.slice(self._rt.rank, axes.num_params).start
+        mine = self.model[start : start + self.main.numel()]
+        mine.copy_(self.main)  # straight into its place
+        gather(self.model, mine, self.layout, self._rt.rank, self._rt.comms.refresh, between)
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -266,10 +268,7 @@ class ParamGroup:
 
         def inner() -> None:
             self._drop_accumulated(zeroed)
-            value = wire
-            for axis in range(axes.num_grads):
-                value = rt.comms.reduce[axis].reduce_scatter_mean(value.to(rt.reduce_dtype))
-            value = self._accumulate(value, sync)
+            value = self._reduce_inner(wire, sync)
             if sync:
                 for axis in range(axes.num_grads, split):
                     value = self._reduce_axis(value, axis, rt.comms.reduce)
@@ -311,11 +310,35 @@ class ParamGroup:
             return value
         return self._rt.tensor.comm.all_reduce_sum(value.float())
 
+    def _reduce_inner(self, wire: torch.Tensor, sync: bool) -> torch.Tensor:
+        """Mean over the axes inside the grads degree, plus earlier micro-batches'; kept unless ``sync``."""
+        rt, num_grads = self._rt, self.layout.axes.num_grads
+        accum = self.grad_accum
+        if not num_grads or (accum is not None and accum.device != wire.device):
+            value = wire
+            for axis in range(num_grads):
+                value = rt.comms.reduce[axis].reduce_scatter_mean(value.to(rt.reduce_dtype))
+            return self._accumulate(value, sync)
+        value = wire
+        for axis in range(num_grads - 1):
+            value = rt.comms.reduce[axis].reduce_scatter_mean(value, dtype=rt.reduce_dtype)
+        dtype = self._wire_after(num_grads - 1) if sync else torch.float32
+        value = rt.comms.reduce[num_grads - 1].reduce_scatter_mean(value, accum, dtype)
+        if sync:
+            self.grad_accum = None
+        elif accum is None:
+            self.grad_accum = self._to_accum(value)
+        return value
+
+    def _wire_after(self, axis: int) -> torch.dtype:
+        """Dtype in which what was reduced along ``axis`` is wanted: that of the wire if it goes on, else fp32."""
+        return self._rt.reduce_dtype if axis + 1 < len(self.layout.axes.sizes) else torch.float32
+
     def _reduce_axis(self, value: torch.Tensor, axis: int, comms: dict[int, AxisComm]) -> torch.Tensor:
         wire = value.to(self._rt.reduce_dtype)
         if axis < self.layout.axes.num_optimizer:
-            return comms[axis].reduce_scatter_mean(wire)
-        return comms[axis].all_reduce_mean(wire)
+            return comms[axis].reduce_scatter_mean(wire, dtype=self._wire_after(axis))
+        return comms[axis].all_reduce_mean(wire, dtype=self._wire_after(axis))
 
     def _accumulate(self, value: torch.Tensor, sync: bool) -> torch.Tensor:
         """Add ``value`` at the grads degree to what earlier micro-batches left; what they sum to."""

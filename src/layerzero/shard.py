@@ -18,7 +18,7 @@ from layerzero.agreement import check_ranks_agree, describe_config, describe_str
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
 from layerzero.checkpoint import load
-from layerzero.collectives import AxisComm, Control, Op, SumComm, Traffic
+from layerzero.collectives import AxisComm, Control, Op, Scratch, SumComm, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.desync import DesyncCheck
 from layerzero.engine import Engine
@@ -248,8 +248,8 @@ def _build(
     lanes = Lanes.make(control.device)
 
     def comms(op: Op, which: range) -> dict[int, AxisComm]:
-        groups = group.new_axis_groups(axes, which)
-        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic) for axis in which}
+        groups, scratch = group.new_axis_groups(axes, which), Scratch()
+        return {axis: AxisComm(groups[axis], axes.sizes[axis], op, axis, traffic, scratch) for axis in which}
 
     split = max(axes.num_grads, 1) if axes.sizes else 0
     all_comms = Comms(

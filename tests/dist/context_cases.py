@@ -122,6 +122,12 @@ def switch_and_gather() -> int:
         close(gathered, whole, "gathered")
         (gathered * weights * (1 + context.rank)).sum().backward()
         close(part.grad, context.split(weights, first) * sum(range(1, context.size + 1)), "gradient of a gather")
+        part.grad = None
+        mine = (whole * (1 + context.rank)).requires_grad_()
+        summed = context.reduce_scatter(mine, first)
+        close(summed, context.split(whole, first) * sum(range(1, context.size + 1)), "sum")
+        (summed * context.split(weights, first)).sum().backward()
+        close(mine.grad, weights, "gradient of a sum")
         done += 1
     return done
 

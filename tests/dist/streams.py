@@ -119,8 +119,8 @@ class RaceDetector(TorchDispatchMode):
 
     def _collective(self, name: str, stream: Stream, args: Any) -> None:
         first, *others = args
-        in_place = "allreduce" in name or "broadcast" in name
-        self._touch_all(first, stream, True, name)
+        in_place = "allreduce" in name or "broadcast" in name or "recv" in name or "send" in name
+        self._touch_all(first, stream, "send" not in name, name)
         if not in_place:
             self._touch_all(others[0], stream, False, name)
 

@@ -44,6 +44,7 @@ class Wiretap:
     def listening(self) -> Iterator[None]:
         patch = pytest.MonkeyPatch()
         gather, exchange = collectives._all_gather, dist.all_to_all_single
+        broadcast, send = dist.broadcast, dist.isend
 
         def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -58,6 +59,23 @@ class Wiretap:
             self.exchanges[ranks].append(value.numel() * value.element_size() // len(ranks) * (len(ranks) - 1))
             exchange(out, value, group=group)
 
+        def broadcast_piece(piece: torch.Tensor, group_src: int, group: Any, async_op: bool = False) -> Any:
+            """One of the broadcasts that make up a gather: this rank's own counts as its part of the gather."""
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if not async_op:
+                self.others.append("broadcast")
+            elif group_src == group.rank():
+                self.gathers[ranks].append((len(ranks) - 1) * piece.numel() * piece.element_size())
+            return broadcast(piece, group_src=group_src, group=group, async_op=async_op)
+
+        def send_piece(piece: torch.Tensor, group: Any, group_dst: int) -> Any:
+            """One of the sends that make up an exchange: the first peer's starts an exchange, others add to it."""
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if group_dst == (group.rank() + 1) % len(ranks):
+                self.exchanges[ranks].append(0)
+            self.exchanges[ranks][-1] += piece.numel() * piece.element_size()
+            return send(piece, group=group, group_dst=group_dst)
+
         def other(name: str, original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 self.others.append(name)
@@ -67,10 +85,12 @@ class Wiretap:
 
         patch.setattr(collectives, "_all_gather", all_gather)
         patch.setattr(dist, "all_to_all_single", all_to_all_single)
+        patch.setattr(dist, "broadcast", broadcast_piece)
+        patch.setattr(dist, "isend", send_piece)
         names = [
-            "all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor",
+            "all_reduce", "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor",
             "all_gather_object", "broadcast_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
-            "barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_single",
+            "barrier", "send", "recv", "batch_isend_irecv", "all_gather_single",
             "reduce_scatter_single", "all_gather_coalesced", "all_reduce_coalesced",
         ]  # fmt: skip
         for name in names:

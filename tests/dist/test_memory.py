@@ -95,7 +95,12 @@ def persistent_case(options: dict[str, Any], strategy: dict[str, Any]) -> dict[s
     flats = [flat for flat in engine.units[0].groups[0]._rt.pack_buffers._flats if flat is not None]
     largest = max(s.numel(g) for g in groups if g.trainable)
     assert storage_nbytes(flats) <= 2 * largest * s.wire_nbytes and bool(flats) is bool(s.sizes)
-    rest = before + want.main + want.model + buffers + states + storage_nbytes(flats)
+    # What a lane that reduces receives in: at most the largest group less this rank's own slice of it.
+    comms = engine.units[0].groups[0].comms
+    received = [c.scratch._flat for lane in (comms.reduce, comms.sync) for c in lane.values()]
+    assert storage_nbytes(received) <= 2 * largest * s.wire_nbytes and bool(received) is bool(s.sizes)
+    assert all(c.scratch._flat.numel() == 0 for lane in (comms.unshard, comms.refresh) for c in lane.values())
+    rest = before + want.main + want.model + buffers + states + storage_nbytes(flats) + storage_nbytes(received)
     assert_live(rest, "at rest")
 
     with model.no_sync():

@@ -50,8 +50,13 @@ def _is_step(path: Path) -> bool:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether ``path`` holds a checkpoint."""
-    return os.path.isfile(path / MANIFEST)  # unlike Path.is_file it never raises
+    """Whether ``path`` holds a checkpoint, if perhaps a damaged one."""
+    return os.path.lexists(path / MANIFEST)
+
+
+def has_step_name(path: Path) -> bool:
+    """Whether ``path`` is or was a checkpoint: without its manifest its files are not taken for plain ones."""
+    return is_step_folder(path) or _STEP.match(path.name) is not None
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -140,14 +145,14 @@ def commit(draft: Path, manifest: Manifest, keep: int | None) -> Path:
         found = check_regular(draft / name)
         if found != nbytes:
             raise CheckpointError(f"{draft / name}: {found} bytes, expected {nbytes}")
-    _write_synced(draft / MANIFEST, dumps(manifest))
-    _sync_folder(draft)
+    write_synced(draft / MANIFEST, dumps(manifest))
+    sync_folder(draft)
     folder = root / step_name(manifest.step)
     before = latest_step(root)
     _point(root, [manifest.step] if before is None else [manifest.step, before])
     replaced = _set_aside(folder) if os.path.lexists(folder) else None
     os.rename(draft, folder)
-    _sync_folder(root)
+    sync_folder(root)
     _point(root, [manifest.step])
     if replaced is not None:
         _delete(replaced)  # after the new one has its name: removing may take long
@@ -165,9 +170,9 @@ def _point(root: Path, targets: list[int]) -> None:
     """Replace ``latest``."""
     pointer = root / f"{_HIDDEN}{LATEST}"
     _delete(pointer)
-    _write_synced(pointer, "".join(f"{step_name(step)}\n" for step in targets).encode("ascii"))
+    write_synced(pointer, "".join(f"{step_name(step)}\n" for step in targets).encode("ascii"))
     os.replace(pointer, root / LATEST)
-    _sync_folder(root)
+    sync_folder(root)
 
 
 def _retain(root: Path, newest: int, keep: int) -> None:
@@ -194,7 +199,7 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     """A new file: one that is there may be a link to elsewhere."""
     with open(path, "xb") as file:
         file.write(data)
@@ -202,7 +207,8 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Names in a folder on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -14,13 +14,13 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
+from layerzero.checkpoint.consistency import problems
 from layerzero.checkpoint.reshard import Placement
 from layerzero.errors import CheckpointError
 from layerzero.layout import Range
@@ -48,8 +48,21 @@ DTypeName = Literal[
 ]  # fmt: skip
 
 
+_R = TypeVar("_R", bound="_Record")
+_IN_FILE = "in a file"  # context of validation
+
+
 class _Record(BaseModel):
+    """Defaults are for records made here; in a file every field stands."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="after")
+    def _is_complete(self: _R, info: ValidationInfo) -> _R:
+        if info.context == _IN_FILE and len(self.model_fields_set) < len(type(self).model_fields):
+            lacking = [name for name in type(self).model_fields if name not in self.model_fields_set]
+            raise ValueError(f"lacks {', '.join(lacking)}")
+        return self
 
 
 class Entry(_Record):
@@ -107,6 +120,11 @@ class Piece(_Record):
     def nbytes(self) -> int:
         """Bytes in the file."""
         return (self.stop - self.start) * _ITEM_NBYTES[self.dtype]
+
+    @property
+    def num_blocks(self) -> int:
+        """Checksums it has to have."""
+        return -(-self.nbytes // BLOCK_NBYTES)
 
     @property
     def block_numel(self) -> int:
@@ -176,7 +194,7 @@ class Manifest(_Record):
     rank_extra: tuple[Any, ...] | None = None
 
     def model_post_init(self, _context: Any) -> None:
-        for problem in _problems(self):
+        for problem in problems(self):
             raise ValueError(problem)
 
     def record(self, space: Space, name: str) -> TensorRecord:
@@ -265,9 +283,13 @@ def loads(data: bytes, where: str) -> Manifest:
                 f"{where}: format version {str(outline.version)[:40]!r}, but this layerzero reads version {VERSION}: "
                 f"use the release that wrote it, or a newer one"
             )
-        return Manifest.model_validate_json(content, strict=True)
+        manifest = Manifest.model_validate_json(content, strict=True, context=_IN_FILE)
     except ValidationError as error:
         raise CheckpointError(f"{where}: {first_problem(error)}") from None
+    for piece in manifest.pieces:
+        if piece.crc32 is None:
+            raise CheckpointError(f"{where}: piece {piece.key!r} of {piece.file} has no checksums")
+    return manifest
 
 
 def first_problem(error: ValidationError) -> str:
@@ -276,129 +298,3 @@ def first_problem(error: ValidationError) -> str:
     place = ".".join(map(str, first["loc"]))
     shown = place if len(place) <= 300 else f"{place[:300]}..."
     return f"{shown!r}: {first['msg']}" if place else first["msg"]
-
-
-# ---------------------------------------------------------------------------- consistency
-
-
-def _problems(m: Manifest) -> Iterator[str]:
-    """What is wrong, one sentence each. Nothing is allocated by a declared size, and all of it takes ``n log n``."""
-    spaces = {space.name: space for space in m.spaces}
-    if len(spaces) != len(m.spaces):
-        yield "two spaces have the same name"
-    shards: dict[tuple[str, str], list[Entry]] = {}
-    for space in m.spaces:
-        named = m.tensors if space.of == "model" else m.extra_tensors
-        end = 0
-        for entry in sorted(space.entries, key=lambda e: (e.start, e.range.stop)):
-            if entry.name not in named:
-                yield f"space {space.name!r}: entry {entry.name!r} is no tensor of the manifest"
-                return
-            if entry.start < end or entry.range.stop > space.numel:
-                yield f"space {space.name!r}: entry {entry.name!r} overlaps another or leaves the space"
-            end = max(end, entry.range.stop)
-            shards.setdefault((space.of, entry.name), []).append(entry)
-    for of, named in (("model", m.tensors), ("extra", m.extra_tensors)):
-        for name, record in named.items():
-            yield from _check_shards(name, record, shards.get((of, name), []))
-    yield from _check_names(m)
-    yield from _check_pieces(m, spaces)
-    yield from _check_held(m, spaces)
-
-
-def _check_shards(name: str, record: TensorRecord, entries: list[Entry]) -> Iterator[str]:
-    if prod(max(size, 1) for size in record.shape) >= 2**63:  # without elements too: strides have to fit
-        yield f"tensor {name!r}: no tensor can have shape {record.shape}"
-    if not entries:
-        yield f"tensor {name!r} has no entry in any space"
-        return
-    dim = entries[0].dim
-    if any(e.dim != dim for e in entries) or (dim is None and len(entries) > 1):
-        yield f"tensor {name!r}: its entries contradict each other"
-        return
-    if dim is None:
-        if entries[0].shape != record.shape or entries[0].offset:
-            yield f"tensor {name!r}: entry of shape {entries[0].shape}, expected {record.shape}"
-        return
-    if dim >= len(record.shape):
-        yield f"tensor {name!r}: sharded along dim {dim}, but it has {len(record.shape)}"
-        return
-    end = 0
-    for entry in sorted(entries, key=lambda e: (e.offset, e.shape)):
-        rest = (*record.shape[:dim], *record.shape[dim + 1 :])
-        if len(entry.shape) != len(record.shape) or (*entry.shape[:dim], *entry.shape[dim + 1 :]) != rest:
-            yield f"tensor {name!r}: shard of shape {entry.shape} along dim {dim} of {record.shape}"
-            return
-        if entry.offset != end:
-            yield f"tensor {name!r}: its shards along dim {dim} leave a gap or overlap at {end}"
-            return
-        end += entry.shape[dim]
-    if end != record.shape[dim]:
-        yield f"tensor {name!r}: its shards cover {end} of {record.shape[dim]} along dim {dim}"
-
-
-def _check_names(m: Manifest) -> Iterator[str]:
-    seen = set(m.tensors)
-    for name, record in m.tensors.items():
-        if record.kind == "extra":
-            yield f"tensor {name!r}: of the model, but said to be extra"
-        for alias in record.aliases:
-            if alias in seen:
-                yield f"tensor {name!r}: its alias {alias!r} is another tensor's name"
-            seen.add(alias)
-    for name, record in m.extra_tensors.items():
-        if record.kind != "extra" or record.aliases or record.trainable:
-            yield f"extra tensor {name!r}: described as one of the model"
-    if m.optimizer is not None:
-        named = [name for group in m.optimizer.groups for name in group.params]
-        for name in [*named, *m.optimizer.scalars]:
-            if name not in m.tensors:
-                yield f"the optimizer has a parameter {name!r} that is no tensor of the manifest"
-
-
-def _check_pieces(m: Manifest, spaces: Mapping[str, Space]) -> Iterator[str]:
-    stored: set[tuple[str, str]] = set()
-    nbytes = dict.fromkeys(m.files, 0)
-    for piece in m.pieces:
-        where = f"piece {piece.key!r} of {piece.file}"
-        if piece.space not in spaces:
-            yield f"{where}: space {piece.space!r} does not exist"
-            return
-        if piece.file not in m.files:
-            yield f"{where}: the file is not listed under files"
-            return
-        if (piece.file, piece.key) in stored:
-            yield f"{where} is listed twice"
-        stored.add((piece.file, piece.key))
-        if piece.stop <= piece.start or piece.stop > spaces[piece.space].numel:
-            yield f"{where}: range {piece.start}..{piece.stop} is empty or leaves space {piece.space!r}"
-        if piece.crc32 is None or len(piece.crc32) != -(-piece.nbytes // BLOCK_NBYTES):
-            yield f"{where}: {len(piece.crc32 or ())} checksums for {piece.nbytes} bytes"
-        nbytes[piece.file] += piece.nbytes
-    for file, total in nbytes.items():
-        if total > m.files[file]:
-            yield f"{file}: pieces of {total} bytes in a file of {m.files[file]}"
-
-
-def _check_held(m: Manifest, spaces: Mapping[str, Space]) -> Iterator[str]:
-    """Values and states are there in full or, states only, not at all."""
-    by_state = m.sorted_pieces()
-    for (name, state), found in by_state.items():
-        if any(a.stop > b.start for a, b in pairwise(found.pieces)):
-            yield f"space {name!r}: pieces of state {state!r} overlap"
-            return
-        if state != VALUE and spaces[name].of == "extra":
-            yield f"space {name!r}: extra data with a state {state!r}"
-    states: dict[str, set[str]] = {}
-    for name, state in by_state:
-        states.setdefault(name, set()).add(state)
-    for name, space in spaces.items():
-        for state in states.get(name, set()) | {VALUE}:
-            found = by_state.get((name, state), SortedPieces(()))
-            for entry in space.entries:
-                pieces = found.overlapping(entry.range)
-                held = sum(p.range.intersect(entry.range).numel for p in pieces)
-                if held != entry.range.numel and (held or state == VALUE):
-                    yield f"tensor {entry.name!r}: {held} of {entry.range.numel} elements of state {state!r} are there"
-                if any(p.dtype != pieces[0].dtype for p in pieces):
-                    yield f"tensor {entry.name!r}: state {state!r} is stored in several dtypes"

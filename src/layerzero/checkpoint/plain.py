@@ -99,8 +99,11 @@ def plain_manifest(plain: PlainFiles) -> Manifest:
                         crc32=None,
                     )
                 )  # fmt: skip
-    return Manifest.model_construct(
-        step=0, saved_by=SavedBy(layerzero="", torch="", world_size=1, sharding=""),
-        files={name: file.nbytes for name, file in files.items()}, tensors=tensors, spaces=tuple(spaces),
-        pieces=tuple(pieces),
-    )  # fmt: skip
+    try:
+        return Manifest.model_construct(
+            step=0, saved_by=SavedBy(layerzero="", torch="", world_size=1, sharding=""),
+            files={name: file.nbytes for name, file in files.items()}, tensors=tensors, spaces=tuple(spaces),
+            pieces=tuple(pieces),
+        )  # fmt: skip
+    except ValueError as error:  # what a manifest is checked for beyond types
+        raise CheckpointError(f"{plain.paths[0].parent}: {error}") from None

@@ -46,10 +46,10 @@ class _Located:
 class Source:
     """A checkpoint folder, or plain safetensors files; opened without reading any tensor."""
 
-    def __init__(self, folder: Path, manifest: Manifest, *, follow_links: bool = False, tolerate: bool = False) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, is_plain: bool = False, tolerate: bool = False) -> None:
         """
         Args:
-            follow_links: for files without a manifest, which caches of downloads keep as links.
+            is_plain: files without a manifest; caches of downloads keep them as links, so these are followed.
             tolerate: keep what is wrong in ``problems`` instead of raising.
 
         Raises:
@@ -57,22 +57,23 @@ class Source:
         """
         self.folder = folder
         self.manifest = manifest
+        self.is_plain = is_plain
         self.by_name = dict(_names(manifest))
         self.files: dict[str, TensorFile] = {}
         self.problems: list[str] = []
-        for problem in self._open_files(follow_links):
+        for problem in self._open_files():
             if not tolerate:
                 raise CheckpointError(problem)
             self.problems.append(problem)
 
-    def _open_files(self, follow_links: bool) -> Iterator[str]:
+    def _open_files(self) -> Iterator[str]:
         for name, nbytes in self.manifest.files.items():
             path = self.folder / name
             try:
-                found = check_regular(path, follow_links=follow_links)
+                found = check_regular(path, follow_links=self.is_plain)
                 if found != nbytes:
                     raise CheckpointError(f"{path}: {found} bytes, expected {nbytes}: truncated or altered")
-                self.files[name] = TensorFile(path, follow_links=follow_links)
+                self.files[name] = TensorFile(path, follow_links=self.is_plain)
             except CheckpointError as error:
                 yield str(error)
         for piece in self.manifest.pieces:
@@ -100,10 +101,10 @@ class Source:
         Raises:
             CheckpointError: there is none, or it can't be trusted; ``tolerate`` as above.
         """
-        if step is None and not folders.is_step_folder(path) and not folders.steps(path):
+        if step is None and not folders.has_step_name(path) and not folders.steps(path):
             plain = plain_files(path)
             if plain.paths:
-                return cls(plain.paths[0].parent, plain_manifest(plain), follow_links=True, tolerate=tolerate)
+                return cls(plain.paths[0].parent, plain_manifest(plain), is_plain=True, tolerate=tolerate)
         folder = folders.resolve(path, step)
         return cls(folder, folders.read_manifest(folder), tolerate=tolerate)
 
@@ -184,19 +185,19 @@ class Source:
         Raises:
             CheckpointError: it can't be read, or its checksum is wrong.
         """
-        start = block * piece.block_numel
-        stop = min(start + piece.block_numel, piece.stop - piece.start)
-        data = self.files[piece.file].read(piece.key, start, stop)
+        inside = self.block_range(piece, block)
+        data = self.files[piece.file].read(piece.key, inside.start, inside.stop)
         if verify and piece.crc32 is not None and crc32(data) != piece.crc32[block]:
             raise CheckpointError(
-                f"{self.folder / piece.file}: tensor {piece.key!r} is damaged: its elements {start} to {stop} do not "
-                f"match their checksum"
+                f"{self.folder / piece.file}: tensor {piece.key!r} is damaged: its elements {inside.start} to "
+                f"{inside.stop} do not match their checksum"
             )
         return data
 
-    def num_blocks(self, piece: Piece) -> int:
-        """Blocks of a piece."""
-        return -(-(piece.stop - piece.start) // piece.block_numel)
+    def block_range(self, piece: Piece, block: int) -> Range:
+        """Elements of a piece, counted from its start, that a block holds."""
+        start = block * piece.block_numel
+        return Range(start, min(start + piece.block_numel, piece.stop - piece.start))
 
     def full(self, name: str, state: str = VALUE, of: Literal["model", "extra"] = "model") -> torch.Tensor:
         """A whole tensor in its stored dtype, in host memory.
@@ -241,11 +242,11 @@ class Source:
 
         def tensor(name: str) -> torch.Tensor:
             if name not in self.manifest.extra_tensors:
-                raise CheckpointError(f"{self.folder}: extra data asks for a tensor {name!r} that is not there")
+                raise CheckpointError(f"{self.folder}: extra data asks for a tensor {name[:100]!r} that is not there")
             return self.full(name, of="extra")
 
         try:
-            return decode(value, tensor)
+            return decode(value, tensor, f"{self.folder / folders.MANIFEST}: extra data")
         except RecursionError:
             raise CheckpointError(f"{self.folder}: extra data is nested too deeply") from None
 

@@ -85,42 +85,46 @@ def _encode_simple(value: Any, where: str) -> Any:
     )
 
 
-def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Inverse of `encode`; ``tensor`` gives the tensor of a name.
+def decode(value: Any, tensor: Callable[[str], torch.Tensor], where: str = "optimizer") -> Any:
+    """Inverse of `encode`.
+
+    Args:
+        tensor: gives the tensor of a name.
+        where: what the value is called in errors.
 
     Raises:
         CheckpointError: not what `encode` makes; or what ``tensor`` raises.
     """
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [decode(item, tensor, where) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and next(iter(value)) in _TAGS:
         [(tag, content)] = value.items()
-        return _decode_tagged(tag, content, tensor)
-    return {key: decode(item, tensor) for key, item in value.items()}
+        return _decode_tagged(tag, content, tensor, where)
+    return {key: decode(item, tensor, where) for key, item in value.items()}
 
 
-def _decode_tagged(tag: str, content: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decode_tagged(tag: str, content: Any, tensor: Callable[[str], torch.Tensor], where: str) -> Any:
     try:
         match tag, content:
             case "__tensor__", str():
                 return tensor(content)
             case "__number__", [str(dtype), number]:
-                return _decode_number(dtype, decode(number, tensor))
+                return _decode_number(dtype, decode(number, tensor, where))
             case "__bytes__", str():
                 return bytes.fromhex(content)
             case "__float__", str():
                 return _NON_FINITE[content]
             case "__tuple__", list():
-                return tuple(decode(item, tensor) for item in content)
+                return tuple(decode(item, tensor, where) for item in content)
             case "__dict__", list():
-                return {decode(key, tensor): decode(item, tensor) for key, item in content}
+                return {decode(key, tensor, where): decode(item, tensor, where) for key, item in content}
     except CheckpointError:
         raise
     except (KeyError, RuntimeError, TypeError, ValueError):
         pass
-    raise CheckpointError(f"malformed value under {tag}")
+    raise CheckpointError(f"{where}: malformed value under {tag}")
 
 
 def _decode_number(name: str, number: Any) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _all_to_all(
     """``pieces[target]`` of this rank go to rank ``target``; what came from each source, of the given shapes."""
     if comm.size == 1:
         return pieces
-    send = torch.cat([piece.reshape(-1) for row in pieces for piece in row])
+    send = _end_to_end([piece for row in pieces for piece in row])
     received = comm.all_to_all(
         send, [sum(p.numel() for p in row) for row in pieces], [sum(map(math.prod, row)) for row in shapes]
     )
@@ -104,27 +104,63 @@ def _all_to_all(
     return [[next(flat).view(shape) for shape in row] for row in shapes]
 
 
+def _end_to_end(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """All pieces in one flat tensor; without a copy where they are so already."""
+    base = pieces[0]._base if pieces[0]._base is not None else pieces[0]
+    if base.is_contiguous() and base.numel() == sum(p.numel() for p in pieces):
+        ends = accumulate((p.numel() for p in pieces), initial=base.storage_offset())
+        if all(p.is_contiguous() and p.storage_offset() == end for p, end in zip(pieces, ends, strict=False)):
+            return base.view(-1)
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
 class Gather(torch.autograd.Function):
-    """Parts along a dimension become the whole on every rank. Backward: gradients of all ranks, summed in fp32."""
+    """Parts along a dimension become the whole on every rank. Backward: `ReduceScatter`."""
 
     @staticmethod
     def forward(
         ctx: Any, comm: ActivationComm, rank: int, dim: int, parts: tuple[int, ...], part: torch.Tensor
     ) -> torch.Tensor:
         ctx.comm, ctx.rank, ctx.dim, ctx.parts = comm, rank, dim, parts
-        longest = max(parts)
-        rows = part.movedim(dim, 0)
-        padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])  # all-gather takes equal parts
-        gathered = comm.all_gather(padded.reshape(-1)).view(comm.size, *padded.shape)
-        whole = torch.cat([piece[:n] for piece, n in zip(gathered, parts, strict=True)])
-        return whole.movedim(0, dim).contiguous()
+        return _all_gather(comm, dim, parts, part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        comm, parts = ctx.comm, ctx.parts
-        pieces = [[piece.movedim(ctx.dim, 0)] for piece in grad.split(parts, ctx.dim)]
-        mine = [[list(pieces[ctx.rank][0].shape)] for _ in parts]
-        rows = [row[0].reshape(-1) for row in _all_to_all(comm, pieces, mine)]
-        total = sum_in_fp32(torch.stack(rows)).to(grad.dtype).view(mine[0][0])
-        return None, None, None, None, total.movedim(0, ctx.dim)
+        return None, None, None, None, _reduce_scatter(ctx.comm, ctx.rank, ctx.dim, ctx.parts, grad)
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Each rank's part along a dimension of the sum of all ranks' tensors, in fp32. Backward: `Gather`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, comm: ActivationComm, rank: int, dim: int, parts: tuple[int, ...], whole: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.parts = comm, dim, parts
+        return _reduce_scatter(comm, rank, dim, parts, whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, None, None, _all_gather(ctx.comm, ctx.dim, ctx.parts, grad)
+
+
+def _all_gather(comm: ActivationComm, dim: int, parts: tuple[int, ...], part: torch.Tensor) -> torch.Tensor:
+    if len(set(parts)) == 1 and all(n == 1 for n in part.shape[:dim]):  # the ranks' parts are the whole, end to end
+        shape = list(part.shape)
+        shape[dim] = sum(parts)
+        return comm.all_gather(part.reshape(-1)).view(shape)
+    rows = part.movedim(dim, 0)
+    padded = torch.cat([rows, rows.new_zeros(max(parts) - len(rows), *rows.shape[1:])])  # all-gather takes equal parts
+    gathered = comm.all_gather(padded.reshape(-1)).view(comm.size, *padded.shape)
+    return torch.cat([piece[:n] for piece, n in zip(gathered, parts, strict=True)]).movedim(0, dim).contiguous()
+
+
+def _reduce_scatter(
+    comm: ActivationComm, rank: int, dim: int, parts: tuple[int, ...], whole: torch.Tensor
+) -> torch.Tensor:
+    pieces = [[piece] for piece in whole.split(parts, dim)]
+    shape = list(pieces[rank][0].shape)
+    rows = [row[0].reshape(-1) for row in _all_to_all(comm, pieces, [[shape] for _ in parts])]
+    return sum_in_fp32(rows).to(whole.dtype).view(shape)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.collectives import ActivationComm, Traffic
 from layerzero.errors import ShardingError
-from layerzero.parallel.context.exchange import Exchange, Gather, Move
+from layerzero.parallel.context.exchange import Exchange, Gather, Move, ReduceScatter
 from layerzero.parallel.mesh import ParallelMesh
 
 
@@ -73,6 +73,13 @@ class ContextParallel:
             return part
         parts = self._parts_of(part, dim, length)
         return Gather.apply(self.comm, self.rank, dim % part.ndim, parts, part)
+
+    def reduce_scatter(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of the sum over the ranks of their tensors; the transpose of `gather`."""
+        if self.size == 1:
+            return whole
+        dim %= whole.ndim
+        return ReduceScatter.apply(self.comm, self.rank, dim, self.parts(whole.size(dim)), whole)
 
     def switch(
         self, tensor: torch.Tensor, *, gather_dim: int, split_dim: int, length: int | None = None

@@ -1,0 +1,142 @@
+"""Starts a system's ranks on the nodes and talks to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.links import Nodes
+from benchmarks.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Ranks as systems see them, also where both nodes are one machine."""
+
+    num_nodes: int = 2
+    ranks_per_node: int = 2
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.num_nodes * self.ranks_per_node
+
+
+class JobError(RuntimeError):
+    """A rank died or did not answer."""
+
+
+class Job:
+    """The ranks of one system, alive until closed and idle between requests."""
+
+    def __init__(self, name: str, python: str, nodes: Nodes, shape: Shape, workload: Workload, folder: Path) -> None:
+        """Starts the launchers; `wait_until_built` before the first request. Logs and the socket go to ``folder``."""
+        self.name = name
+        self._log = folder / f"{name}.log"
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(folder / f"{name}.socket"))
+        self._server.listen()
+        self._world_size = shape.world_size
+        self._connections: dict[int, Any] = {}
+        self._launchers = []
+        port = _free_port()
+        env = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": nodes.interface, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
+            "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        with self._log.open("w") as log:
+            for node in range(nodes.count):
+                command = [
+                    *nodes.command(node), python, "-m", "torch.distributed.run",
+                    f"--nnodes={nodes.count}", f"--node-rank={node}",
+                    f"--nproc-per-node={shape.world_size // nodes.count}",
+                    f"--master-addr={nodes.address(0)}", f"--master-port={port}",
+                    "-m", "benchmarks.rank", f"--socket={folder / name}.socket", f"--system={name}",
+                    f"--ranks-per-node={shape.ranks_per_node}",
+                    f"--workload={json.dumps(asdict(workload))}",
+                ]  # fmt: skip
+                self._launchers.append(
+                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+                )
+
+    def wait_until_built(self, timeout: float = 180) -> None:
+        """Until every rank has built its system."""
+        deadline = time.monotonic() + timeout
+        while len(self._connections) < self._world_size:
+            if not select.select([self._server], [], [], 0.2)[0]:
+                self._check_alive(deadline)
+                continue
+            connection = self._server.accept()[0]
+            lines = connection.makefile("rw")
+            hello = json.loads(lines.readline())
+            self._connections[hello["rank"]] = lines
+            connection.settimeout(timeout)
+        self._replies()
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Every rank's reply to the same request, by rank.
+
+        Raises:
+            JobError: if a rank died; the message has the end of its log.
+        """
+        for lines in self._connections.values():
+            try:
+                lines.write(json.dumps({"do": do, **arguments}) + "\n")
+                lines.flush()
+            except OSError:
+                self._fail("a rank closed its connection")
+        return self._replies()
+
+    def _replies(self) -> list[dict[str, Any]]:
+        replies = []
+        for rank in range(self._world_size):
+            try:
+                line = self._connections[rank].readline()
+            except OSError as error:
+                self._fail(f"rank {rank}: {error}")
+            if not line:
+                self._fail(f"rank {rank} ended")
+            replies.append(json.loads(line))
+        return replies
+
+    def _check_alive(self, deadline: float) -> None:
+        ended = [p.poll() for p in self._launchers if p.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            self._fail(f"launcher ended with {ended[0]}" if ended else "the ranks did not start in time")
+
+    def _fail(self, what: str) -> None:
+        time.sleep(1)  # for the traceback to reach the log
+        raise JobError(f"{self.name}: {what}\n" + "\n".join(self._log.read_text().splitlines()[-25:]))
+
+    def close(self) -> None:
+        """End all ranks."""
+        for lines in self._connections.values():
+            with contextlib.suppress(OSError):
+                lines.close()
+        self._server.close()
+        for launcher in self._launchers:
+            for wait, end in ((5, signal.SIGTERM), (5, signal.SIGKILL)):  # ranks end by themselves, unless one hangs
+                try:
+                    launcher.wait(wait if self._connections else 0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    os.killpg(launcher.pid, end)
+            launcher.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

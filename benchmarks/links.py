@@ -1,0 +1,128 @@
+"""Two "nodes" on one machine: network namespaces joined by a link of a given rate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import Protocol
+
+LINK = "link0"  # the interface's name inside either namespace
+
+
+class Nodes(Protocol):
+    """Where ranks run.
+
+    Attributes:
+        count: nodes.
+        interface: network interface that ranks talk over.
+    """
+
+    count: int
+    interface: str
+
+    def command(self, node: int) -> list[str]:
+        """What to put before a command to run it on ``node``."""
+        ...
+
+    def address(self, node: int) -> str:
+        """IP address of ``node``."""
+        ...
+
+    def sent_nbytes(self) -> int | None:
+        """Bytes that node 0 has sent over the link so far; None where there is no link."""
+        ...
+
+    def close(self) -> None:
+        """Undo everything."""
+        ...
+
+
+class OneNode:
+    """This machine as it is."""
+
+    count = 1
+    interface = "lo"
+
+    def command(self, node: int) -> list[str]:
+        """Nothing to put before."""
+        return []
+
+    def address(self, node: int) -> str:
+        """The loopback address."""
+        return "127.0.0.1"
+
+    def sent_nbytes(self) -> int | None:
+        """There is no link."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+class TwoNodes:
+    """Two namespaces joined by a veth pair whose ends send at ``rate`` at most.
+
+    A watchdog process takes everything down when its standard input ends, which is what `close` does and what
+    happens when this process dies in whatever way.
+    """
+
+    count = 2
+    interface = LINK
+
+    def __init__(self, rate: str) -> None:
+        """``rate`` in tc's units, such as "1gbit"."""
+        self._names = [f"layerzero-{os.getpid()}-{i}" for i in range(2)]
+        a, b = self._names
+        undo = "cat >/dev/null; " + "".join(
+            f"ip netns pids {n} 2>/dev/null | xargs -r kill -9; ip netns delete {n} 2>/dev/null; " for n in self._names
+        )
+        self._watchdog = subprocess.Popen(["sh", "-c", undo], stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            for name in self._names:
+                _run("ip", "netns", "add", name)
+            _run("ip", "-n", a, "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", b)
+            for i, name in enumerate(self._names):
+                _run("ip", "-n", name, "addr", "add", f"{self.address(i)}/30", "dev", LINK)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+                _run("ip", "-n", name, "link", "set", LINK, "up")
+                limit = ["rate", rate, "burst", "256kb", "latency", "100ms"]
+                _run("tc", "-n", name, "qdisc", "add", "dev", LINK, "root", "tbf", *limit)
+        except BaseException:
+            self.close()
+            raise
+
+    def command(self, node: int) -> list[str]:
+        """Runs inside the node's namespace."""
+        return ["ip", "netns", "exec", self._names[node]]
+
+    def address(self, node: int) -> str:
+        """Of the node's end of the link."""
+        return f"10.77.0.{node + 1}"
+
+    def sent_nbytes(self) -> int | None:
+        """The kernel's counter of node 0's end: headers included."""
+        table = _run(*self.command(0), "cat", "/proc/net/dev")
+        line = next(line for line in table.splitlines() if line.strip().startswith(LINK + ":"))
+        return int(line.split(":")[1].split()[8])
+
+    def close(self) -> None:
+        """Kill what runs in the namespaces and remove them."""
+        if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
+            self._watchdog.stdin.close()
+            self._watchdog.wait()
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed ({done.returncode}): {done.stderr.strip()}")
+    return done.stdout
+
+
+def why_not_two_nodes() -> str | None:
+    """What is missing to make two nodes on this machine; None when nothing is."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "needs root to make network namespaces"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"needs {' and '.join(missing)} (package iproute2)" if missing else None

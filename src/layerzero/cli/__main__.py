@@ -1,0 +1,3 @@
+from layerzero.cli import main
+
+main()
