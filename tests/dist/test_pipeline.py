@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,12 @@ class TestSteps:
 
     def test_scaler(self, pool: Pool) -> None:
         pool.run(cases.scaler_case, 4)
+
+
+class TestCheckpoints:
+    def test_other_layouts_go_on(self, pool: Pool, tmp_path: Path) -> None:
+        compared = pool.run(cases.checkpoint_case, 4, folder=str(tmp_path))
+        assert all(n > 25 for n in compared)
 
 
 class TestNames:
