@@ -198,6 +198,11 @@ class SumComm:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def broadcast(self, tensor: torch.Tensor, global_rank: int) -> torch.Tensor:
+        """In-place broadcast from one of the ranks; not counted, as it is no part of training."""
+        dist.broadcast(tensor, src=global_rank, group=self.group)
+        return tensor
+
 
 @dataclass(frozen=True)
 class Control:
@@ -213,7 +218,9 @@ class Control:
 
     def first_global_rank(self) -> int:
         """Global rank of data-parallel rank 0."""
-        return 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
+        if self.group is None:  # alone, be it in the world or in a stage or tensor-parallel rank of its own
+            return dist.get_rank() if dist.is_initialized() else 0
+        return dist.get_process_group_ranks(self.group)[0]
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """In-place all-reduce of a small tensor."""

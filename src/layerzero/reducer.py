@@ -49,6 +49,7 @@ class Reducer:
         self._next = 0
         self._events: list[Event] = []
         self._recorded = False
+        self._num_checked = 0
         self._held = False  # a synchronised backward is reduced, or about to be, and not attached
         self.sync = True
 
@@ -70,7 +71,7 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             unit.reduced = True
-            if self._traffic.num_backwards < _NUM_CHECKED_BACKWARDS:
+            if self._num_checked < _NUM_CHECKED_BACKWARDS:
                 for group in unit.trainable_groups:
                     group.check_replicas()
             with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
@@ -86,6 +87,7 @@ class Reducer:
             unit.grads_ready = True
         self.advance()
         self._traffic.num_backwards += 1
+        self._num_checked += 1
         if self.sync:
             self._traffic.num_synced_backwards += 1
             self._held = True
