@@ -10,6 +10,7 @@ from layerzero.buffers import HandOvers
 from layerzero.collectives import Control, Traffic
 from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_hooks
 from layerzero.lanes import Event
+from layerzero.profiling import span
 from layerzero.unit import Unit
 
 
@@ -63,7 +64,7 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             unit.reduced = True
-            with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
+            with span("pack", unit.name):
                 self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
 
     def finish(self) -> None:
@@ -75,8 +76,9 @@ class Reducer:
         self._traffic.num_backwards += 1
         if self.sync:
             self._traffic.num_synced_backwards += 1
-            for event in self._events:
-                event.wait()
+            with span("wait", "reductions"):
+                for event in self._events:
+                    event.wait()
             self._hand_overs.clear()
             for unit in self._order:
                 attach_grads(unit, self._source)
