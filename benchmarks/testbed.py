@@ -176,7 +176,7 @@ def as_json(results: dict[str, Measured], configuration: dict[str, object]) -> d
     """Everything measured, with medians."""
     systems = {
         name: {
-            **asdict(r),
+            **vars(r),
             "median_seconds": {m: statistics.median(v) for m, v in r.seconds.items()},
             "median_ratio": {m: statistics.median(v) for m, v in r.ratios.items()},
             "median_sent_nbytes": {m: statistics.median(v) for m, v in r.sent_nbytes.items()},

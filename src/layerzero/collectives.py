@@ -43,7 +43,7 @@ def _pick(*names: str):
     raise ImportError(f"this torch has none of torch.distributed.{'/'.join(names)}")
 
 
-_FEW = 8
+_FEW = 4
 _CHUNK_NUMEL = 1 << 16
 """Elements summed at a time: twice 256 KiB of fp32 stay in a core's cache."""
 
@@ -316,14 +316,14 @@ def _gather_into_place(out: torch.Tensor, shard: torch.Tensor, group: dist.Proce
             work.wait()
 
 
-def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) -> list[torch.Tensor]:
-    """This rank's slice of ``wire`` [m * n] as every rank along the axis has it: m tensors [n], in rank order."""
+def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) -> list[torch.Tensor] | torch.Tensor:
+    """This rank's slice of ``wire`` [m * n] as every rank along the axis has it: m tensors [n] or one [m, n]."""
     size, me = group.size(), group.rank()
     numel = wire.numel() // size
     if size > _FEW:
         received = scratch.take(wire.numel(), wire)
         dist.all_to_all_single(received, wire, group=group)
-        return list(received.view(size, -1).unbind())
+        return received.view(size, -1)
     slices = wire.view(size, -1).unbind()
     rows = list(scratch.take((size - 1) * numel, wire).view(size - 1, numel).unbind())
     rows.insert(me, slices[me])
@@ -336,9 +336,13 @@ def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) ->
     return rows
 
 
-def _mean_in_fp32(rows: list[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``out`` [n] = mean of ``rows``, each [n], summed in fp32 in their order, plus ``accum``, which may be ``out``."""
+def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``out`` [n] = mean of ``rows``, each [n], summed in fp32, plus ``accum`` [n], which may be ``out``."""
     scale, is_fp32 = 1.0 / len(rows), out.dtype is torch.float32
+    if isinstance(rows, torch.Tensor):
+        total = rows.sum(0, dtype=torch.float32)
+        out.copy_(total.mul_(scale) if accum is None else torch.add(accum, total, alpha=scale, out=total))
+        return
     buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
     chunks = [row.split(_CHUNK_NUMEL) for row in rows]
     accums = None if accum is None else accum.split(_CHUNK_NUMEL)

@@ -10,6 +10,7 @@ from layerzero.buffers import HandOvers
 from layerzero.collectives import Control, Traffic
 from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_hooks
 from layerzero.lanes import Event
+from layerzero.profiling import span
 from layerzero.unit import Unit
 
 _NUM_CHECKED_BACKWARDS = 2
@@ -74,7 +75,7 @@ class Reducer:
             if self._num_checked < _NUM_CHECKED_BACKWARDS:
                 for group in unit.trainable_groups:
                     group.check_replicas()
-            with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
+            with span("pack", unit.name):
                 self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
 
     def finish(self, hold: bool) -> None:
@@ -106,8 +107,9 @@ class Reducer:
 
     def wait(self) -> bool:
         """Order the caller after the last synchronised backward's reductions; whether there is one to `attach`."""
-        for event in self._events:
-            event.wait()
+        with span("wait", "reductions"):
+            for event in self._events:
+                event.wait()
         self._events.clear()
         self._hand_overs.clear()
         return self._held
