@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ def _plan_optimizer(
             plan.optimized.update(names)
             if options[name] not in found:
                 found.append(options[name])
-            state[i] = _state_of(plan, p, by_id[id(p)], name, members[name])
+            state[i] = _state_of(plan, optimizer.state.get(p, {}), p, by_id[id(p)], name, members[name])
         same, differing = shared_options(found) if found else ({}, [])
         loaded = {k: decode(v, _refuse_tensor) for k, v in same.items()}
         if differing:
@@ -255,14 +255,19 @@ def _plan_optimizer(
     plan.optimizers.append((optimizer, {"state": {i: s for i, s in state.items() if s}, "param_groups": groups}))
 
 
-def _state_of(plan: _Plan, p: torch.Tensor, named: Named, name: str, members: tuple[str, ...]) -> dict[str, Any]:
+def _state_of(
+    plan: _Plan, present: Mapping[str, Any], p: torch.Tensor, named: Named, name: str, members: tuple[str, ...]
+) -> dict[str, Any]:
+    """A parameter's states, to be filled; ``present`` ones of the right kind are written in place."""
     source = plan.source
     keys = source.states.get(name, set()) - {VALUE}
     if 0 in named.placement.full:  # a tensor without elements has no pieces; its states exist all the same
         keys = set().union(*(source.states.get(member, set()) for member in members)) - {VALUE}
     state: dict[str, Any] = {}
     for key in sorted(keys):
-        state[key] = torch.empty_like(p, dtype=source.dtype(name, key) or p.dtype, requires_grad=False)
+        dtype, old = source.dtype(name, key) or p.dtype, present.get(key)
+        reusable = isinstance(old, torch.Tensor) and old.shape == p.shape and old.dtype is dtype and old.is_contiguous()
+        state[key] = old if reusable else torch.empty_like(p, dtype=dtype, requires_grad=False)
         plan.wanted.append(Wanted(name, key, named.placement, named.held, state[key].view(-1)))
     record = source.manifest.optimizer
     assert record is not None
