@@ -46,8 +46,8 @@ class Checkpoints:
         changed = [key for key in now if started_with.get(key) != now[key]]
         if changed:
             raise SystemExit(
-                f"{self.folder.parent} holds an unfinished run (step {step}) with other settings: {', '.join(changed)}. "
-                f"Use these again, choose another --output, or start anew with --fresh."
+                f"{self.folder.parent} holds an unfinished run (step {step}) with other settings: "
+                f"{', '.join(changed)}. Use these again, choose another --output, or start anew with --fresh."
             )
         schedule.load_state_dict(loaded.extra["schedule"])
         return Progress(loaded.step, loaded.extra["losses"])
