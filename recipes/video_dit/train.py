@@ -208,7 +208,10 @@ def main(
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and noise.")] = None,
     fresh: Annotated[bool, typer.Option(help="Start anew where OUTPUT holds an unfinished run.")] = False,
 ) -> None:
-    """Trains, or goes on with the unfinished run in OUTPUT; writes loss curve, sampled clips, memory and traffic."""
+    """Trains, or goes on with the unfinished run in OUTPUT.
+
+    Then writes the loss curve, sampled clips and the engine's memory and traffic to OUTPUT.
+    """
     overrides = {
         "steps": steps, "cp": cp, "batch_size": batch_size, "micro_batches": micro_batches, "seed": seed,
     }  # fmt: skip

@@ -266,15 +266,30 @@ class ActivationComm:
     size: int
     traffic: Traffic
 
-    def all_to_all(self, send: torch.Tensor, send_numels: Sequence[int], receive_numels: Sequence[int]) -> torch.Tensor:
-        """Consecutive pieces of ``send`` [n] go to consecutive ranks; their pieces for this rank [m], in rank order."""
+    def exchange(self, pieces: Sequence[torch.Tensor], numels: Sequence[int]) -> list[torch.Tensor]:
+        """``pieces[r]``, flat and contiguous, goes to rank r; what came from each rank, ``numels[r]`` elements.
+
+        This rank's own piece is returned as it is.
+        """
         if self.group is None:
-            return send
-        own = send_numels[dist.get_rank(self.group)]
-        self.traffic.add("exchange", 0, (send.numel() - own) * send.element_size())
-        received = send.new_empty(sum(receive_numels))
-        dist.all_to_all_single(received, send, list(receive_numels), list(send_numels), group=self.group)
-        return received
+            return list(pieces)
+        me = self.group.rank()
+        others = [(me + i) % self.size for i in range(1, self.size)]
+        self.traffic.add("exchange", 0, sum(_nbytes(pieces[r]) for r in others))
+        if pieces[me].device.type == "cpu" and self.size <= _FEW:
+            received = [pieces[me] if r == me else pieces[me].new_empty(n) for r, n in enumerate(numels)]
+            works = [dist.irecv(received[r], group=self.group, group_src=r) for r in others if numels[r]]
+            works += [dist.isend(pieces[r], group=self.group, group_dst=r) for r in others if pieces[r].numel()]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            return received
+        send_numels = [0 if r == me else pieces[r].numel() for r in range(self.size)]
+        receive_numels = [0 if r == me else n for r, n in enumerate(numels)]
+        send = torch.cat([piece for r, piece in enumerate(pieces) if r != me])
+        parts = send.new_empty(sum(receive_numels))
+        dist.all_to_all_single(parts, send, receive_numels, send_numels, group=self.group)
+        return [pieces[me] if r == me else part for r, part in enumerate(parts.split(receive_numels))]
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         """``part`` [n] of every rank, [size * n] in rank order."""
@@ -282,7 +297,10 @@ class ActivationComm:
             return part
         self.traffic.add("exchange", 0, _nbytes(part) * (self.size - 1))
         out = part.new_empty(part.numel() * self.size)
-        _all_gather(out, part, group=self.group)
+        if out.device.type == "cpu" and self.size <= _FEW:
+            _gather_into_place(out, part, self.group)
+        else:
+            _all_gather(out, part, group=self.group)
         return out
 
     def all_reduce_sum(self, small: torch.Tensor) -> torch.Tensor:

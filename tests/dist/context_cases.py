@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import layerzero as lz
+from layerzero import collectives
 from layerzero.parallel.context import ContextParallel, mean_share, parallelize, ring_attention, ulysses_attention
 from tests.dist.parity import rank_and_size
 
@@ -69,6 +70,16 @@ def attention_equals_one_process() -> int:
             assert part.grad is not None and (part.grad.any() or not part.numel())
         done += 1
     return done
+
+
+def one_collective_for_all_ranks() -> int:
+    """The same with all-to-all and all-gather, as on accelerators and in large groups."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(collectives, "_FEW", 1)
+    try:
+        return attention_equals_one_process() + switch_and_gather()
+    finally:
+        patch.undo()
 
 
 def attention_traffic() -> list[int]:

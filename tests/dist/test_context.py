@@ -16,6 +16,10 @@ def test_attention_equals_one_process(pool: Pool, ranks: int) -> None:
     assert pool.run(cases.attention_equals_one_process, ranks) == [len(cases.SHAPES) * 4] * ranks
 
 
+def test_collectives_of_larger_groups(pool: Pool) -> None:
+    assert pool.run(cases.one_collective_for_all_ranks, 3) == [len(cases.SHAPES) * 4 + 10] * 3
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_traffic(pool: Pool, ranks: int) -> None:
     """Two all-to-alls each way; query, key, value and output cross once: (size - 1) / size of a part each."""

@@ -56,6 +56,7 @@ class Exchange(torch.autograd.Function):
         pairs = list(zip(moves, tensors, strict=True))
         received = _all_to_all(
             comm,
+            rank,
             [[x.narrow(m.split_dim, *m.ranges[target]) for m, x in pairs] for target in ranks],
             [[m.piece(x.shape, source, rank) for m, x in pairs] for source in ranks],
         )
@@ -68,6 +69,7 @@ class Exchange(torch.autograd.Function):
         ranks = range(comm.size)
         received = _all_to_all(
             comm,
+            rank,
             [
                 [g.narrow(m.gather_dim, m.offsets[target], m.parts[target]) for m, g in zip(moves, grads, strict=True)]
                 for target in ranks
@@ -91,27 +93,24 @@ def _assemble(move: Move, pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _all_to_all(
-    comm: ActivationComm, pieces: list[list[torch.Tensor]], shapes: list[list[list[int]]]
+    comm: ActivationComm, rank: int, pieces: list[list[torch.Tensor]], shapes: list[list[list[int]]]
 ) -> list[list[torch.Tensor]]:
     """``pieces[target]`` of this rank go to rank ``target``; what came from each source, of the given shapes."""
     if comm.size == 1:
         return pieces
-    send = _end_to_end([piece for row in pieces for piece in row])
-    received = comm.all_to_all(
-        send, [sum(p.numel() for p in row) for row in pieces], [sum(map(math.prod, row)) for row in shapes]
-    )
-    flat = iter(received.split([math.prod(shape) for row in shapes for shape in row]))
-    return [[next(flat).view(shape) for shape in row] for row in shapes]
+    own = pieces[rank]
+    rows = [own[0].new_empty(0) if target == rank else _end_to_end(row) for target, row in enumerate(pieces)]
+    received = comm.exchange(rows, [sum(map(math.prod, row)) for row in shapes])
+    return [
+        own if source == rank else [x.view(s) for x, s in zip(flat.split([*map(math.prod, row)]), row, strict=True)]
+        for source, (flat, row) in enumerate(zip(received, shapes, strict=True))
+    ]
 
 
 def _end_to_end(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """All pieces in one flat tensor; without a copy where they are so already."""
-    base = pieces[0]._base if pieces[0]._base is not None else pieces[0]
-    if base.is_contiguous() and base.numel() == sum(p.numel() for p in pieces):
-        ends = accumulate((p.numel() for p in pieces), initial=base.storage_offset())
-        if all(p.is_contiguous() and p.storage_offset() == end for p, end in zip(pieces, ends, strict=False)):
-            return base.view(-1)
-    return torch.cat([piece.reshape(-1) for piece in pieces])
+    """All pieces, flat; one that is contiguous already is not copied."""
+    flat = [piece.reshape(-1).contiguous() for piece in pieces]  # reshaping may leave an expanded tensor expanded
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 class Gather(torch.autograd.Function):
@@ -162,5 +161,5 @@ def _reduce_scatter(
 ) -> torch.Tensor:
     pieces = [[piece] for piece in whole.split(parts, dim)]
     shape = list(pieces[rank][0].shape)
-    rows = [row[0].reshape(-1) for row in _all_to_all(comm, pieces, [[shape] for _ in parts])]
+    rows = [row[0].reshape(-1) for row in _all_to_all(comm, rank, pieces, [[shape] for _ in parts])]
     return sum_in_fp32(rows).to(whole.dtype).view(shape)
