@@ -17,13 +17,12 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from layerzero.collectives import Control, SumComm
 from layerzero.engine import Engine
@@ -32,6 +31,9 @@ from layerzero.group import ParamGroup
 from layerzero.mesh import Mesh
 from layerzero.module import engine_of
 from layerzero.parallel.mesh import ParallelMesh
+
+if TYPE_CHECKING:  # half a second that only pipelines need
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class Pipeline:
 
 
 def _stages_of(schedule: Any) -> Sequence[Any]:
-    return schedule._stages if isinstance(schedule, PipelineScheduleMulti) else [schedule._stage]
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def _splits_backward(schedule: Any) -> bool:
