@@ -236,8 +236,9 @@ class ParamGroup:
 
         def outer() -> None:
             with span("sync", self.params[0].info.unit):
-                value = reduction.handed_over = reduction.value
+                value = reduction.value
                 assert value is not None
+                reduction.handed_over = value if rt.lanes.module is not None else None
                 for axis in range(split, len(axes.sizes)):
                     value = self._reduce_axis(value, axis, rt.comms.sync)
                 reduction.value = value
@@ -247,7 +248,8 @@ class ParamGroup:
             rt.pack_buffers.reading(slot, event)
         if sync and len(axes.sizes) > split:
             event = rt.lanes.sync.run(outer, after=[event])
-            rt.hand_overs.add(event, reduction.drop_handed_over)
+            if rt.lanes.module is not None:  # threads share one allocator
+                rt.hand_overs.add(event, reduction.drop_handed_over)
         return event
 
     def _reduce_inner(self, wire: torch.Tensor, sync: bool) -> torch.Tensor:
