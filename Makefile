@@ -1,6 +1,7 @@
 # make demo   set up, then train the example model
 # make test   set up, then all checks and tests
 # make check  set up, then formatting, lint, types and import order
+# make bench  compare with peers on two slow-linked nodes made of this machine (root; about ten minutes)
 # make setup  create .venv with the pinned versions; skipped while it is up to date
 #
 # Needs python3 (3.11 or newer), make and git. PYTHON=... chooses another interpreter.
@@ -19,7 +20,7 @@ export HF_HUB_OFFLINE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
-.PHONY: setup check format test demo constraints clean
+.PHONY: setup check format test demo bench bench-deepspeed constraints clean
 
 setup: $(STAMP)
 
@@ -51,6 +52,21 @@ demo: setup
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
 		recipes/video_dit/train.py --config recipes/video_dit/demo.yaml --output runs/demo
 
+# The main table of docs/performance.md. Without root there is no slow link, and the script says so.
+bench: setup bench-deepspeed
+	$(BIN)/python -m benchmarks.testbed --output runs/bench/testbed.json
+
+# An environment of its own: DeepSpeed is compared with, not depended on. It takes torch from .venv.
+bench-deepspeed: $(VENV)-deepspeed/.installed
+
+$(VENV)-deepspeed/.installed: $(STAMP)
+	@$(PYTHON) -m venv $(VENV)-deepspeed
+	@$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)-deepspeed/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-venv.pth"
+	@$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check -qq install setuptools wheel
+	@$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check -qq install --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
 # Pins what .venv holds now, without local version labels such as +cpu.
 constraints:
 	@{ head -n 1 constraints.txt; \
@@ -58,4 +74,4 @@ constraints:
 	@mv constraints.tmp constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV)-deepspeed build dist runs .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
