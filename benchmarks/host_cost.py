@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -235,7 +236,8 @@ def main(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         head = {
-            "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv), "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": shlex.join(["python", "-m", "benchmarks.host_cost", *sys.argv[1:]]), "torch": torch.__version__,
             "machine": platform.platform(), "repeats": repeats,
         }  # fmt: skip
         output.write_text(json.dumps({"configuration": head, "rows": rows}, indent=1) + "\n")

@@ -16,7 +16,7 @@ operations they took three times as long as the exchange itself.
 [Note: copies in gloo]
 gloo's all-gather gathers into a buffer of its own and copies it out, and its all-to-all copies this rank's own
 slice. On axes of up to `_FEW` ranks a gather is one broadcast per rank, straight into place, and an exchange is
-sends and receives: the same bytes on the wire. On larger axes the number of messages costs more than the copies.
+sends and receives: the same bytes on the wire. On larger axes the host's time for so many messages counts more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _pick(*names: str):
     raise ImportError(f"this torch has none of torch.distributed.{'/'.join(names)}")
 
 
-_FEW = 4
+_FEW = 2
 _CHUNK_NUMEL = 1 << 16
 """Elements summed at a time: twice 256 KiB of fp32 stay in a core's cache."""
 

@@ -278,8 +278,9 @@ class ParamGroup:
 
         def outer() -> None:
             with span("sync", self.params[0].info.unit):
-                value = reduction.handed_over = reduction.value
+                value = reduction.value
                 assert value is not None
+                reduction.handed_over = value if rt.lanes.module is not None else None
                 for axis in range(split, len(axes.sizes)):
                     value = self._reduce_axis(value, axis, rt.comms.sync)
                 reduction.value = self._sum_replicas(value)
@@ -289,7 +290,8 @@ class ParamGroup:
             rt.pack_buffers.reading(slot, event)
         if sync and has_outer:
             event = rt.lanes.sync.run(outer, after=[event])
-            rt.hand_overs.add(event, reduction.drop_handed_over)
+            if rt.lanes.module is not None:  # threads share one allocator
+                rt.hand_overs.add(event, reduction.drop_handed_over)
         return event
 
     def _local_grads(self) -> tuple[list[torch.Tensor | None], list[bool]]:
