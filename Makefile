@@ -57,7 +57,8 @@ demo: setup
 # Six to eight minutes on two free cores. Two nodes need root, for network namespaces.
 headline: setup
 	$(BIN)/python -m benchmarks.headline --output runs/headline/one_node
-	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m benchmarks.headline --nodes 2 --output runs/headline/two_nodes; \
+	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m benchmarks.headline --nodes 2 --output runs/headline/two_nodes \
+		--memory-from runs/headline/one_node.json; \
 	else echo "Two nodes: skipped, needs root"; fi
 
 # Pins what .venv holds now, without local version labels such as +cpu.
