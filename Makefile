@@ -2,6 +2,7 @@
 # make test   set up, then all checks and tests
 # make headline  set up, then long sequences: context parallel + LayerZeRO against tensor parallel + ZeRO-1
 # make check  set up, then formatting, lint, types and import order
+# make bench  compare with peers on two slow-linked nodes made of this machine (root; about ten minutes)
 # make setup  create .venv with the pinned versions; skipped while it is up to date
 #
 # Needs python3 (3.11 or newer), make and git. PYTHON=... chooses another interpreter.
@@ -22,7 +23,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := test
-.PHONY: setup check format test demo headline constraints clean
+.PHONY: setup check format test demo headline bench bench-deepspeed constraints clean
 
 setup: $(STAMP)
 
@@ -61,6 +62,21 @@ headline: setup
 		--memory-from runs/headline/one_node.json; \
 	else echo "Two nodes: skipped, needs root"; fi
 
+# The main table of docs/performance.md. Without root there is no slow link, and the script says so.
+bench: setup bench-deepspeed
+	$(BIN)/python -m benchmarks.testbed --output runs/bench/testbed.json
+
+# An environment of its own: DeepSpeed is compared with, not depended on. It takes torch from .venv.
+bench-deepspeed: $(VENV)-deepspeed/.installed
+
+$(VENV)-deepspeed/.installed: $(STAMP)
+	@$(PYTHON) -m venv $(VENV)-deepspeed
+	@$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)-deepspeed/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-venv.pth"
+	@$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check -qq install setuptools wheel
+	@$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check -qq install --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
 # Pins what .venv holds now, without local version labels such as +cpu.
 constraints:
 	@{ head -n 1 constraints.txt; \
@@ -68,4 +84,4 @@ constraints:
 	@mv constraints.tmp constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VENV)-deepspeed build dist runs .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

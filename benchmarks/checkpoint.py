@@ -4,18 +4,20 @@ torchrun --standalone --nproc-per-node 4 benchmarks/checkpoint.py
 
 Both hold a transformer in fp32 with Adam's two states, sharded over all ranks (layerzero ZeRO-3, FSDP2 full shard), and
 sync their files to disk. Rounds are interleaved; a round's time is the slowest rank's; the table gives medians. Peak
-host memory is what a rank's resident memory rises to during the call, over what it was before. Loading finds the files
+host memory is what a rank's private memory rises to during the call, over what it was before. Loading finds the files
 in the page cache.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import date
@@ -92,25 +94,45 @@ class FSDP2:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def resident(field: str) -> int:
-    """Bytes: VmRSS now, or VmHWM since `reset_peak`."""
+class MemoryPeak:
+    """Highest private memory of this process inside the context, over that at its start; sampled every 2 ms.
+
+    Pages of files that are mapped are not counted: they are the page cache's.
+    """
+
+    def __enter__(self) -> MemoryPeak:
+        ctypes.CDLL(None).malloc_trim(0)  # or freed memory that malloc kept would hide what is allocated next
+        self.before = self.nbytes = _private_nbytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.002):
+            self.nbytes = max(self.nbytes, _private_nbytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.nbytes = max(self.nbytes, _private_nbytes()) - self.before
+
+
+def _private_nbytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
+        if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    raise RuntimeError("/proc/self/status has no RssAnon")
 
 
 def measure(function: Callable[[], None]) -> tuple[float, int]:
     """Seconds on the slowest rank, and bytes by which the worst rank's memory rose."""
     dist.barrier()
-    reset_peak()
-    before, start = resident("VmRSS"), time.perf_counter()
-    function()
-    values = torch.tensor([time.perf_counter() - start, max(0, resident("VmHWM") - before)], dtype=torch.float64)
+    with MemoryPeak() as peak:
+        start = time.perf_counter()
+        function()
+        seconds = time.perf_counter() - start
+    values = torch.tensor([seconds, peak.nbytes], dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values[0].item(), int(values[1].item())
 
@@ -171,7 +193,7 @@ def write(result: dict[str, Any], command: str) -> Path:
         f"{result['date']}, torch {result['torch']}, Python {result['python']}, {result['cores']} cores, "
         f"{result['ranks']} ranks. {result['num_params'] / 1e6:.1f} M fp32 parameters with Adam states "
         f"(width {result['dim']}, {result['num_layers']} layers). Medians of {result['rounds']} interleaved rounds; "
-        "memory is what the worst rank's resident memory rose by.",
+        "peak is what the worst rank's private memory rose by during the call.",
         "",
         f"    {command}",
         "",

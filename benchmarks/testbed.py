@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import signal
 import statistics
 import sys
@@ -176,7 +177,7 @@ def as_json(results: dict[str, Measured], configuration: dict[str, object]) -> d
     """Everything measured, with medians."""
     systems = {
         name: {
-            **asdict(r),
+            **vars(r),
             "median_seconds": {m: statistics.median(v) for m, v in r.seconds.items()},
             "median_ratio": {m: statistics.median(v) for m, v in r.ratios.items()},
             "median_sent_nbytes": {m: statistics.median(v) for m, v in r.sent_nbytes.items()},
@@ -228,7 +229,8 @@ def main(
     finally:
         nodes.close()
     configuration = {
-        "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv), "rate": None if missing else rate,
+        "date": time.strftime("%Y-%m-%d"), "rate": None if missing else rate,
+        "command": shlex.join(["python", "-m", "benchmarks.testbed", *sys.argv[1:]]),
         "workload": asdict(workload), "shape": asdict(shape), "rounds": rounds, "torch": torch.__version__,
         "machine": platform.platform(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_parameters": sum(p.numel() for p in workload.model("meta").parameters()),

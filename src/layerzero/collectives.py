@@ -16,7 +16,7 @@ operations they took three times as long as the exchange itself.
 [Note: copies in gloo]
 gloo's all-gather gathers into a buffer of its own and copies it out, and its all-to-all copies this rank's own
 slice. On axes of up to `_FEW` ranks a gather is one broadcast per rank, straight into place, and an exchange is
-sends and receives: the same bytes on the wire. On larger axes the number of messages costs more than the copies.
+sends and receives: the same bytes on the wire. On larger axes the host's time for so many messages counts more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _pick(*names: str):
     raise ImportError(f"this torch has none of torch.distributed.{'/'.join(names)}")
 
 
-_FEW = 8
+_FEW = 2
 _CHUNK_NUMEL = 1 << 16
 """Elements summed at a time: twice 256 KiB of fp32 stay in a core's cache."""
 
@@ -198,6 +198,11 @@ class SumComm:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def broadcast(self, tensor: torch.Tensor, global_rank: int) -> torch.Tensor:
+        """In-place broadcast from one of the ranks; not counted, as it is no part of training."""
+        dist.broadcast(tensor, src=global_rank, group=self.group)
+        return tensor
+
 
 @dataclass(frozen=True)
 class Control:
@@ -213,7 +218,9 @@ class Control:
 
     def first_global_rank(self) -> int:
         """Global rank of data-parallel rank 0."""
-        return 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
+        if self.group is None:  # alone, be it in the world or in a stage or tensor-parallel rank of its own
+            return dist.get_rank() if dist.is_initialized() else 0
+        return dist.get_process_group_ranks(self.group)[0]
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """In-place all-reduce of a small tensor."""
@@ -327,14 +334,14 @@ def _gather_into_place(out: torch.Tensor, shard: torch.Tensor, group: dist.Proce
             work.wait()
 
 
-def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) -> list[torch.Tensor]:
-    """This rank's slice of ``wire`` [m * n] as every rank along the axis has it: m tensors [n], in rank order."""
+def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) -> list[torch.Tensor] | torch.Tensor:
+    """This rank's slice of ``wire`` [m * n] as every rank along the axis has it: m tensors [n] or one [m, n]."""
     size, me = group.size(), group.rank()
     numel = wire.numel() // size
     if size > _FEW:
         received = scratch.take(wire.numel(), wire)
         dist.all_to_all_single(received, wire, group=group)
-        return list(received.view(size, -1).unbind())
+        return received.view(size, -1)
     slices = wire.view(size, -1).unbind()
     rows = list(scratch.take((size - 1) * numel, wire).view(size - 1, numel).unbind())
     rows.insert(me, slices[me])
@@ -347,9 +354,13 @@ def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) ->
     return rows
 
 
-def _mean_in_fp32(rows: list[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``out`` [n] = mean of ``rows``, each [n], summed in fp32 in their order, plus ``accum``, which may be ``out``."""
+def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``out`` [n] = mean of ``rows``, each [n], summed in fp32, plus ``accum`` [n], which may be ``out``."""
     scale, is_fp32 = 1.0 / len(rows), out.dtype is torch.float32
+    if isinstance(rows, torch.Tensor):
+        total = rows.sum(0, dtype=torch.float32)
+        out.copy_(total.mul_(scale) if accum is None else torch.add(accum, total, alpha=scale, out=total))
+        return
     buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
     chunks = [row.split(_CHUNK_NUMEL) for row in rows]
     accums = None if accum is None else accum.split(_CHUNK_NUMEL)

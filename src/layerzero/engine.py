@@ -51,7 +51,7 @@ class Engine:
         rank: this process's data-parallel rank.
         tensor: tensor-parallel ranks, if parameters are DTensors.
         sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
-        hold: leave the reductions of a synchronised backward running; whoever set it calls `finish_step`.
+        hold: leave the reductions of a synchronised backward running; the reducer's `wait` and `attach` follow.
         probing: a backward now is one over inputs only, for the shapes of gradients: nothing is reduced.
         model_fqn: from a name in this module to the one in the whole model, of which it may be a stage.
         resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.

@@ -14,6 +14,7 @@ from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import Event, Lanes
 from layerzero.layout import GroupLayout, Range, TensorParallel
+from layerzero.profiling import span
 from layerzero.tensor_parallel import Spec, TensorRanks, check_replicas
 
 
@@ -267,26 +268,30 @@ class ParamGroup:
         reduction = self._reduction = _Reduction()
 
         def inner() -> None:
-            self._drop_accumulated(zeroed)
-            value = self._reduce_inner(wire, sync)
-            if sync:
-                for axis in range(axes.num_grads, split):
-                    value = self._reduce_axis(value, axis, rt.comms.reduce)
-                reduction.value = value if has_outer else self._sum_replicas(value)
+            with span("reduce", self.params[0].info.unit):
+                self._drop_accumulated(zeroed)
+                value = self._reduce_inner(wire, sync)
+                if sync:
+                    for axis in range(axes.num_grads, split):
+                        value = self._reduce_axis(value, axis, rt.comms.reduce)
+                    reduction.value = value if has_outer else self._sum_replicas(value)
 
         def outer() -> None:
-            value = reduction.handed_over = reduction.value
-            assert value is not None
-            for axis in range(split, len(axes.sizes)):
-                value = self._reduce_axis(value, axis, rt.comms.sync)
-            reduction.value = self._sum_replicas(value)
+            with span("sync", self.params[0].info.unit):
+                value = reduction.value
+                assert value is not None
+                reduction.handed_over = value if rt.lanes.module is not None else None
+                for axis in range(split, len(axes.sizes)):
+                    value = self._reduce_axis(value, axis, rt.comms.sync)
+                reduction.value = self._sum_replicas(value)
 
         event = rt.lanes.reduce.run(inner, after=[rt.lanes.compute()])
         if slot >= 0:
             rt.pack_buffers.reading(slot, event)
         if sync and has_outer:
             event = rt.lanes.sync.run(outer, after=[event])
-            rt.hand_overs.add(event, reduction.drop_handed_over)
+            if rt.lanes.module is not None:  # threads share one allocator
+                rt.hand_overs.add(event, reduction.drop_handed_over)
         return event
 
     def _local_grads(self) -> tuple[list[torch.Tensor | None], list[bool]]:

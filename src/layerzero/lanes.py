@@ -17,6 +17,7 @@ import contextlib
 import queue
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+
+from layerzero.profiling import LaneClock
 
 LaneKind = Literal["auto", "late", "random"]
 _kind: ContextVar[tuple[LaneKind, int]] = ContextVar("lane_kind", default=("auto", 0))
@@ -57,10 +60,14 @@ DONE: Event = _Done()
 # ---------------------------------------------------------------------------- threads
 
 
-class _ThreadEvent:
-    __slots__ = ("_lock", "error")
+_is_lane: ContextVar[bool] = ContextVar("is_lane", default=False)  # every thread has a context of its own
 
-    def __init__(self) -> None:
+
+class _ThreadEvent:
+    __slots__ = ("_clock", "_lock", "error")
+
+    def __init__(self, clock: LaneClock | None) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._lock.acquire()
         self.error: BaseException | None = None
@@ -70,8 +77,12 @@ class _ThreadEvent:
         self._lock.release()
 
     def wait(self) -> None:
-        with self._lock:
-            pass
+        if not self._lock.acquire(blocking=False):
+            started = time.perf_counter()
+            self._lock.acquire()
+            if self._clock is not None and not _is_lane.get():
+                self._clock.exposed += time.perf_counter() - started
+        self._lock.release()
         if self.error is not None:
             raise self.error
 
@@ -79,19 +90,22 @@ class _ThreadEvent:
 class ThreadLane:
     """One daemon thread; started at the first closure."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: LaneClock | None = None) -> None:
         self._name = name
+        self._clock = clock
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._started = False
 
     def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
         if not self._started:
             self._started = True
-            thread = threading.Thread(target=_work, args=(self._queue,), name=f"layerzero-{self._name}", daemon=True)
+            thread = threading.Thread(
+                target=_work, args=(self._queue, self._clock), name=f"layerzero-{self._name}", daemon=True
+            )
             thread.start()
             weakref.finalize(self, self._queue.put, None)
             _threads[thread] = self._queue
-        event = _ThreadEvent()
+        event = _ThreadEvent(self._clock)
         self._queue.put((fn, after, event))
         return event
 
@@ -108,8 +122,10 @@ def _end_threads() -> None:
         thread.join(timeout=10)
 
 
-def _work(jobs: queue.SimpleQueue[Any]) -> None:
+def _work(jobs: queue.SimpleQueue[Any], clock: LaneClock | None) -> None:
     torch.set_grad_enabled(False)
+    _is_lane.set(True)
+    clock = clock or LaneClock()
     failure: BaseException | None = None
     while (job := jobs.get()) is not None:
         fn, after, event = job
@@ -118,7 +134,11 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
                 for other in after:
                     if other is not None:
                         other.wait()
-                fn()
+                clock.start()
+                try:
+                    fn()
+                finally:
+                    clock.stop()
             except BaseException as error:
                 failure = error
         event.finish(failure)
@@ -216,6 +236,7 @@ class Lanes:
         reduce: reductions on the inner axes, every micro-batch.
         sync: reductions on the outer axes, last micro-batch only.
         poison: fill memory that holds no valid value with NaN.
+        clock: where lanes are threads, how long they worked and were waited for.
     """
 
     unshard: Lane
@@ -225,6 +246,7 @@ class Lanes:
     poison: bool
     device: torch.device
     module: Any = None  # the device's torch module where lanes are streams
+    clock: LaneClock | None = None
 
     @classmethod
     def make(cls, device: torch.device) -> Lanes:
@@ -234,7 +256,8 @@ class Lanes:
             rng = random.Random(seed) if kind == "random" else None
             return cls(*(LateLane(rng) for _ in _NAMES), poison=True, device=device)
         if device.type in ("cpu", "meta"):
-            return cls(*(ThreadLane(name) for name in _NAMES), poison=False, device=device)
+            clock = LaneClock()
+            return cls(*(ThreadLane(name, clock) for name in _NAMES), poison=False, device=device, clock=clock)
         return cls.on_streams(torch.get_device_module(device), device)
 
     @classmethod

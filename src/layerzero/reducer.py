@@ -10,6 +10,7 @@ from layerzero.buffers import HandOvers
 from layerzero.collectives import Control, Traffic
 from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_hooks
 from layerzero.lanes import Event
+from layerzero.profiling import span
 from layerzero.unit import Unit
 
 _NUM_CHECKED_BACKWARDS = 2
@@ -49,6 +50,7 @@ class Reducer:
         self._next = 0
         self._events: list[Event] = []
         self._recorded = False
+        self._num_checked = 0
         self._held = False  # a synchronised backward is reduced, or about to be, and not attached
         self.sync = True
 
@@ -70,10 +72,10 @@ class Reducer:
             unit = self._order[self._next]
             self._next += 1
             unit.reduced = True
-            if self._traffic.num_backwards < _NUM_CHECKED_BACKWARDS:
+            if self._num_checked < _NUM_CHECKED_BACKWARDS:
                 for group in unit.trainable_groups:
                     group.check_replicas()
-            with torch.profiler.record_function(f"layerzero.reduce {unit.name}"):
+            with span("pack", unit.name):
                 self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
 
     def finish(self, hold: bool) -> None:
@@ -86,6 +88,7 @@ class Reducer:
             unit.grads_ready = True
         self.advance()
         self._traffic.num_backwards += 1
+        self._num_checked += 1
         if self.sync:
             self._traffic.num_synced_backwards += 1
             self._held = True
@@ -104,8 +107,9 @@ class Reducer:
 
     def wait(self) -> bool:
         """Order the caller after the last synchronised backward's reductions; whether there is one to `attach`."""
-        for event in self._events:
-            event.wait()
+        with span("wait", "reductions"):
+            for event in self._events:
+                event.wait()
         self._events.clear()
         self._hand_overs.clear()
         return self._held

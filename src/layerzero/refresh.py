@@ -26,6 +26,7 @@ import torch.distributed as dist
 from layerzero.collectives import Control
 from layerzero.group import ParamGroup
 from layerzero.lanes import Lanes
+from layerzero.profiling import span
 from layerzero.unit import Unit
 
 _CHECKSUM_CHUNK = 1 << 20
@@ -99,7 +100,7 @@ class Refresher:
                 group.checksum = checksum(group)
 
         def job() -> None:
-            with torch.profiler.record_function(f"layerzero.refresh {unit.name}"):
+            with span("refresh", unit.name):
                 for group in groups:
                     group.refresh()
 

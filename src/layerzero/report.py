@@ -79,11 +79,27 @@ class TrafficReport:
         rows: one per operation and axis, innermost axis first; control messages have axis -1.
         num_steps: synchronised backwards counted.
         peak_unsharded_units: units other than the root that were gathered at once, at most.
+        communication_seconds: per step, while at least one lane was at work: in collectives, waiting for other
+            ranks there included, or in the sums and copies around them. None where lanes are streams.
+        exposed_seconds: per step, while the compute thread waited for a lane. None where lanes are streams.
     """
 
     rows: tuple[TrafficRow, ...]
     num_steps: int
     peak_unsharded_units: int
+    communication_seconds: float | None = None
+    exposed_seconds: float | None = None
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Part of the communication that compute did not hide: `exposed_seconds` over `communication_seconds`.
+
+        0 means that the step takes as long as it would with an infinitely fast network and free processors for
+        the lanes; 1 that compute stood still whenever something was sent. None where it is not measured.
+        """
+        if self.communication_seconds is None or self.exposed_seconds is None:
+            return None
+        return self.exposed_seconds / self.communication_seconds if self.communication_seconds else 0.0
 
     def nbytes(self, axis: int) -> float:
         """Bytes per step this rank sends along ``axis``."""
@@ -97,7 +113,10 @@ class TrafficReport:
             for row in self.rows
         ]  # fmt: skip
         table = _table(("operation", "axis", "collectives/step", "MiB sent/step"), body)
-        return f"{table}\n{self.num_steps} steps; at most {self.peak_unsharded_units} units unsharded beside the root"
+        text = f"{table}\n{self.num_steps} steps; at most {self.peak_unsharded_units} units unsharded beside the root"
+        if self.exposed_share is None:
+            return text
+        return f"{text}\n{self.communication_seconds:.3f} s communicating per step, {self.exposed_share:.0%} exposed"
 
 
 @dataclass(frozen=True)
@@ -169,9 +188,16 @@ def traffic_report(model: nn.Module, reset: bool = False) -> TrafficReport:
                    count.num / steps, count.nbytes / steps)
         for op, axis, count in sorted(traffic, key=lambda row: (row[1] == CONTROL, row[1]))
     )  # fmt: skip
-    report = TrafficReport(rows, traffic.num_synced_backwards, traffic.peak_unsharded_units)
+    clock = engine.lanes.clock
+    report = TrafficReport(
+        rows, traffic.num_synced_backwards, traffic.peak_unsharded_units,
+        communication_seconds=None if clock is None else clock.working / steps,
+        exposed_seconds=None if clock is None else clock.exposed / steps,
+    )  # fmt: skip
     if reset:
         traffic.reset()
+        if clock is not None:
+            clock.reset()
     return report
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from layerzero.collectives import Traffic
 from layerzero.desync import END_OF_BACKWARD, DesyncCheck
 from layerzero.lanes import Lanes
+from layerzero.profiling import span
 from layerzero.unit import Phase, Unit
 
 _MAX_TRACE_PER_UNIT = 64  # forwards that are never followed by a backward must not grow the trace forever
@@ -104,7 +103,8 @@ class Schedule:
         if self._options.backward_prefetch_pre if in_backward else self._options.forward_prefetch:
             self.prefetch(unit)
         if unit.phase is Phase.GATHERING:
-            unit.unshard_event.wait()
+            with span("wait", unit.name):
+                unit.unshard_event.wait()
             unit.phase = Phase.UNSHARDED
             if unit in self._prefetched:
                 self._prefetched.remove(unit)
@@ -212,7 +212,7 @@ class Schedule:
         check = self._check if self._check.enabled else None
 
         def job() -> None:
-            with torch.profiler.record_function(f"layerzero.unshard {unit.name}"):
+            with span("unshard", unit.name):
                 if check is not None:
                     check.compare(unit.index)
                 if not unit.is_root:

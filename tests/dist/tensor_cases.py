@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import layerzero as lz
 from layerzero.collectives import SumComm
 from layerzero.module import engine_of
+from layerzero.parallel.context import ContextParallel
 from layerzero.state import local_part
 from tests.dist.parity import lane_context
-from tests.dist.transformer import DIM, Layer, Transformer, batch_for, loss_of_logits, make_transformer, parallelize
+from tests.dist.transformer import DIM, Layer, Transformer, batch_for, loss_of_logits, make_transformer, parallelize, share_samples
 
 STEPS = 3
 CLIP = 0.5
@@ -48,8 +49,8 @@ def alone(model: Transformer, data_size: int, micro: int, norm_type: float = 2.0
         total = 0.0
         for rank in range(data_size):
             for m in range(micro):
-                batch = batch_for(step, rank, m)
-                loss = loss_of_logits(model(batch[:, :-1]), batch[:, 1:]) / (micro * data_size)
+                tokens, targets = batch_for(step, rank, m)
+                loss = loss_of_logits(model(tokens), targets) / (micro * data_size)
                 loss.backward()
                 total += loss.item()
         run.losses.append(total)
@@ -61,15 +62,16 @@ def alone(model: Transformer, data_size: int, micro: int, norm_type: float = 2.0
     return run
 
 
-def sharded(model: nn.Module, data_rank: int, micro: int, norm_type: float = 2.0) -> Trained:
-    """The same on this rank's micro-batches."""
+def sharded(model: nn.Module, mesh: lz.ParallelMesh, micro: int, norm_type: float = 2.0) -> Trained:
+    """The same on this rank's micro-batches, or its part of them."""
+    context = ContextParallel.of(mesh)
     run, optimizer = Trained(), adam(model)
     for step in range(STEPS):
         total = 0.0
         for m in range(micro):
-            batch = batch_for(step, data_rank, m)
+            tokens, targets = (context.split(t, 1) for t in batch_for(step, mesh.coordinate("dp"), m))
             with model.no_sync() if m < micro - 1 else contextlib.nullcontext():
-                loss = loss_of_logits(model(batch[:, :-1]), batch[:, 1:]) / micro
+                loss = loss_of_logits(model(tokens), targets) / micro
                 loss.backward()
                 total += loss.item()
         run.losses.append(total)
@@ -100,40 +102,49 @@ def compare(model: nn.Module, want: Trained, got: Trained, before: dict[str, tor
     return compared
 
 
-def replicas_equal(model: nn.Module, group: dist.ProcessGroup) -> int:
+def replicas_equal(model: nn.Module, mesh: DeviceMesh | None) -> int:
     """Replicated parameters and gradients are the same bits on all tensor-parallel ranks; how many there were."""
     count = 0
+    assert mesh is not None
     for name, p in model.named_parameters():
         cut = lz.param_info(p).tensor_parallel
         assert cut is not None
         if cut.dim is None:
             mine = p.detach().flatten().contiguous()
             others = [torch.empty_like(mine) for _ in range(cut.size)]
-            dist.all_gather(others, mine, group=group)
+            dist.all_gather(others, mine, group=mesh.get_group())
             assert all(torch.equal(mine, other) for other in others), name
             count += 1
     return count
 
 
-def train_cases(configurations: list[dict[str, Any]]) -> list[int]:
+def train_cases(data: int, context: int, configurations: list[dict[str, Any]]) -> list[int]:
     """One parity run per configuration; elements compared in each."""
-    return [_train(**c) for c in configurations]
+    mesh = _mesh(data, context)
+    return [_train(mesh, **c) for c in configurations]
 
 
 def _train(
-    data_size: int, sequence: bool, sharding: dict[str, Any], micro: int, lane: str = "threads", norm_type: float = 2.0
+    mesh: lz.ParallelMesh,
+    sequence: bool,
+    micro: int,
+    lane: str = "threads",
+    norm_type: float = 2.0,
+    reentrant: bool | None = None,
+    **sharding: Any,
 ) -> int:
-    mesh = _mesh(data_size)
     reference = make_transformer()
-    model = copy.deepcopy(reference)
+    model = share_samples(copy.deepcopy(reference), ContextParallel.of(mesh))
+    model.reentrant = reentrant
     before = {n: p.detach().clone() for n, p in reference.named_parameters()}
-    want = alone(reference, data_size, micro, norm_type)
+    want = alone(reference, mesh.size("dp"), micro, norm_type)
     with lane_context(lane):
-        lz.shard(parallelize(model, mesh["tp"], sequence), mesh=mesh["dp"], units=[Layer], **sharding)
-        got = sharded(model, mesh["dp"].get_local_rank(), micro, norm_type)
+        if mesh.tp is not None:
+            parallelize(model, mesh.tp, sequence)
+        lz.shard(model, mesh=mesh, units=[Layer], **sharding)
+        got = sharded(model, mesh, micro, norm_type)
         compared = compare(model, want, got, before)
-    num_replicated = replicas_equal(model, mesh["tp"].get_group())
-    assert num_replicated == 4 * 6 + 2
+    assert mesh.tp is None or replicas_equal(model, mesh.tp) == 4 * 6 + 2
     return compared
 
 
@@ -142,7 +153,7 @@ def dropped_sum_is_noticed() -> str:
     keep = SumComm.all_reduce_sum
     SumComm.all_reduce_sum = lambda self, tensor: tensor  # type: ignore[method-assign]
     try:
-        _train(2, True, {"sharding": "layerzero", "zero3_size": 2}, 1)
+        _train(_mesh(2), True, 1, sharding="layerzero", zero3_size=2)
     except AssertionError as error:
         return str(error)
     finally:
@@ -150,26 +161,26 @@ def dropped_sum_is_noticed() -> str:
     return ""
 
 
-def _mesh(data_size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (data_size, dist.get_world_size() // data_size), mesh_dim_names=("dp", "tp"))
+def _mesh(data: int, context: int = 1) -> lz.ParallelMesh:
+    return lz.ParallelMesh(dp=data, cp=context, tp=dist.get_world_size() // (data * context))
 
 
-def _small(sequence: bool = True, seed: int = 0, **options: Any) -> tuple[nn.Module, Transformer, DeviceMesh]:
+def _small(sequence: bool = True, seed: int = 0, **options: Any) -> tuple[nn.Module, Transformer, lz.ParallelMesh]:
     """A sharded model on 2 x 2 ranks, the plain one it was made of, and the mesh."""
     mesh, reference = _mesh(2), make_transformer(seed, num_layers=2)
-    model = parallelize(copy.deepcopy(reference), mesh["tp"], sequence)
-    return lz.shard(model, mesh=mesh["dp"], units=[Layer], **options), reference, mesh
+    model = parallelize(copy.deepcopy(reference), mesh.tp, sequence)
+    return lz.shard(model, mesh=mesh, units=[Layer], **options), reference, mesh
 
 
 def _backward(model: nn.Module, scale: float = 1.0) -> None:
-    batch = batch_for(0, 0, 0)
-    (loss_of_logits(model(batch[:, :-1]), batch[:, 1:]) * scale).backward()
+    tokens, targets = batch_for(0, 0, 0)
+    (loss_of_logits(model(tokens), targets) * scale).backward()
 
 
 def info_case() -> list[Any]:
     """What `param_info` says; checked against the shapes of the plain model."""
     model, reference, mesh = _small(sharding="zero1")
-    rank, seen = mesh["tp"].get_local_rank(), []
+    rank, seen = mesh.coordinate("tp"), []
     whole = {n: tuple(p.shape) for n, p in reference.named_parameters()}
     for name, p in model.named_parameters():
         info = lz.param_info(p)
@@ -212,14 +223,14 @@ def state_case() -> None:
 def starting_values_case() -> None:
     """Replicas start equal whatever the ranks' seeds, and meta modules get the values of a module by itself."""
     mesh = _mesh(2)
-    model = parallelize(make_transformer(seed=dist.get_rank(), num_layers=2), mesh["tp"], sequence=False)
-    lz.shard(model, mesh=mesh["dp"], units=[Layer], sharding="layerzero", zero3_size=2)
-    assert replicas_equal(model, mesh["tp"].get_group()) == 2 * 6 + 2
+    model = parallelize(make_transformer(seed=dist.get_rank(), num_layers=2), mesh.tp, sequence=False)
+    lz.shard(model, mesh=mesh, units=[Layer], sharding="layerzero", zero3_size=2)
+    assert replicas_equal(model, mesh.tp) == 2 * 6 + 2
     with torch.device("meta"):
         empty = Transformer(2)
     torch.manual_seed(5)
-    lz.shard(parallelize(empty, mesh["tp"], sequence=True), mesh=mesh["dp"], units=[Layer], sharding="zero3")
-    assert replicas_equal(empty, mesh["tp"].get_group()) == 2 * 6 + 2
+    lz.shard(parallelize(empty, mesh.tp, sequence=True), mesh=mesh, units=[Layer], sharding="zero3")
+    assert replicas_equal(empty, mesh.tp) == 2 * 6 + 2
     full = lz.full_state_dict(empty)
     weight, bias = full["layers.1.mlp.up.weight"], full["layers.1.norm1.weight"]
     assert torch.equal(bias, torch.ones_like(bias)) and 0.05 < float(weight.std()) < 0.15
@@ -271,23 +282,23 @@ def half_precision_case() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert dtypes == {(DTensor, torch.bfloat16)}
-    assert replicas_equal(model, mesh["tp"].get_group()) == 2 * 6 + 2
+    assert replicas_equal(model, mesh.tp) == 2 * 6 + 2
 
 
 def refusals_case() -> list[str]:
     """The errors for what can't be right."""
     messages = []
     mesh = _mesh(2)
-    model = parallelize(make_transformer(num_layers=2), mesh["tp"], sequence=True)
+    model = parallelize(make_transformer(num_layers=2), mesh.tp, sequence=True)
     try:
         lz.shard(model, units=[Layer], sharding="zero1")  # the whole world
     except lz.ConfigError as error:
         messages.append(str(error))
     flat = init_device_mesh("cpu", (4,))
-    mixed = parallelize(make_transformer(num_layers=2), mesh["tp"], sequence=True)
+    mixed = parallelize(make_transformer(num_layers=2), mesh.tp, sequence=True)
     mixed.norm = parallelize_module(nn.LayerNorm(DIM), flat, SequenceParallel())
     try:
-        lz.shard(mixed, mesh=mesh["dp"], units=[Layer], sharding="zero1")
+        lz.shard(mixed, mesh=mesh, units=[Layer], sharding="zero1")
     except lz.ShardingError as error:
         messages.append(str(error))
     return messages
@@ -298,8 +309,8 @@ def plain_partial_case() -> str:
     mesh = _mesh(2)
     names = [f"layers.{i}.{n}" for i in "01" for n in ("norm1", "norm2")]
     model = make_transformer(num_layers=2)
-    model = parallelize(model, mesh["tp"], sequence=True, skip=names)
-    lz.shard(model, mesh=mesh["dp"], units=[Layer], sharding="zero1")
+    model = parallelize(model, mesh.tp, sequence=True, skip=names)
+    lz.shard(model, mesh=mesh, units=[Layer], sharding="zero1")
     try:
         _backward(model)
     except lz.ShardingError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +27,10 @@ class TestParity:
             {"schedule": "1f1b", "micro": 4, "lane": "late", "norm_type": 1.0},
             {"schedule": "1f1b", "micro": 4, "tied": True, "norm_type": float("inf")},
             {"schedule": "interleaved", "micro": 4, "tied": True, "lane": "random:1"},
+            {"schedule": "1f1b", "micro": 3, "reentrant": False, "static": True, "lane": "late"},
         ]
         configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
-        compared = pool.run(cases.train_cases, 4, pipeline=2, data=2, configurations=configurations)
+        compared = pool.run(cases.train_cases, 4, pipeline=2, data=2, context=1, configurations=configurations)
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
     @pytest.mark.slow
@@ -40,15 +42,25 @@ class TestParity:
             {"schedule": "gpipe", "micro": 1, "sequence": False},
         ]
         configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
-        compared = pool.run(cases.train_cases, 8, pipeline=2, data=2, configurations=configurations)
+        compared = pool.run(cases.train_cases, 8, pipeline=2, data=2, context=1, configurations=configurations)
+        assert all(n > 5_000 for ranks in compared for n in ranks)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_with_context_parallelism(self, pool: Pool, strategy: str) -> None:
+        """Two stages of two data-parallel by two context-parallel ranks, which together shard the optimizer."""
+        configurations = [{"schedule": "1f1b", "micro": 4, "tied": True}, {"schedule": "gpipe", "micro": 1}]
+        configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
+        compared = pool.run(cases.train_cases, 8, pipeline=2, data=2, context=2, configurations=configurations)
         assert all(n > 5_000 for ranks in compared for n in ranks)
 
     def test_four_stages(self, pool: Pool) -> None:
         configurations = [
             {"schedule": "1f1b", "micro": 6, "sharding": "ddp"},
             {"schedule": "gpipe", "micro": 2, "sharding": "zero3"},
+            {"schedule": "1f1b", "micro": 4, "reentrant": False, "sharding": "zero3"},
         ]
-        assert pool.run(cases.train_cases, 4, pipeline=4, data=1, configurations=configurations)
+        assert pool.run(cases.train_cases, 4, pipeline=4, data=1, context=1, configurations=configurations)
 
     def test_dropped_tie_is_noticed(self, pool: Pool) -> None:
         for message in pool.run(cases.dropped_tie_is_noticed, 2):
@@ -81,8 +93,20 @@ class TestSteps:
     def test_schedule_without_pipeline(self, pool: Pool) -> None:
         pool.run(cases.plain_schedule_case, 4)
 
+    def test_half_precision(self, pool: Pool) -> None:
+        for rank, (dtypes, losses) in enumerate(pool.run(cases.half_precision_case, 4)):
+            assert dtypes == (["torch.int64"] if rank < 2 else ["torch.bfloat16", "torch.float32"])
+            half, full = losses[: len(losses) // 2], losses[len(losses) // 2 :]
+            assert half == pytest.approx(full, rel=2e-2) and half != full if rank >= 2 else losses == []
+
     def test_scaler(self, pool: Pool) -> None:
         pool.run(cases.scaler_case, 4)
+
+
+class TestCheckpoints:
+    def test_other_layouts_go_on(self, pool: Pool, tmp_path: Path) -> None:
+        compared = pool.run(cases.checkpoint_case, 4, folder=str(tmp_path))
+        assert all(n > 25 for n in compared)
 
 
 class TestNames:

@@ -15,6 +15,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
+
+from layerzero.parallel.context import ContextParallel, ulysses_attention
 
 VOCAB, DIM, HEADS, LENGTH = 43, 32, 4, 8
 
@@ -24,11 +27,11 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
         self.o = nn.Linear(DIM, DIM)
+        self.context = ContextParallel.of(None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = [f(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v)]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        query, key, value = (f(x).unflatten(-1, (-1, DIM // HEADS)) for f in (self.q, self.k, self.v))
+        return self.o(ulysses_attention(query, key, value, self.context, is_causal=True).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -60,12 +63,13 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer() for i in range(num_layers)})
         self.norm: nn.Module | None = nn.LayerNorm(DIM)
         self.head: nn.Module | None = nn.Linear(DIM, VOCAB, bias=False)
+        self.reentrant: bool | None = None  # whether activation checkpoints of layers are, if there are any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def keep_stage(self, index: int, num_stages: int) -> Transformer:
@@ -90,8 +94,17 @@ def make_transformer(seed: int = 0, num_layers: int = 4) -> Transformer:
     return model
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, sequence: bool, skip: Iterable[str] = ()) -> Transformer:
+def share_samples(model: Transformer, context: ContextParallel) -> Transformer:
+    """Context parallel: ranks hold parts of the sequence between attentions."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.context = context
+    return model
+
+
+def parallelize(model: Transformer, mesh: DeviceMesh | None, sequence: bool, skip: Iterable[str] = ()) -> Transformer:
     """Tensor parallel, with the norms and residuals cut along the sequence if ``sequence``; ``skip``s modules."""
+    assert mesh is not None
     outside = Shard(1) if sequence else Replicate()
     plan: dict[str, object] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
@@ -115,10 +128,11 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence: bool, skip: Iter
     return parallelize_module(model, mesh, kept)  # type: ignore[arg-type]
 
 
-def batch_for(step: int, data_rank: int, micro: int, rows: int = 2) -> torch.Tensor:
-    """Tokens [rows, LENGTH + 1] of one micro-batch of one data-parallel rank."""
+def batch_for(step: int, data_rank: int, micro: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and next tokens [rows, LENGTH] of one micro-batch of one data-parallel rank."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * data_rank + micro)
-    return torch.randint(VOCAB, (rows, LENGTH + 1), generator=generator)
+    tokens = torch.randint(VOCAB, (rows, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from layerzero.buffers import PackBuffers, TransientBuffer, held_view, pack, poison, views
 from layerzero.lanes import DONE, Lanes, LateLane, ThreadLane, adversarial
 from layerzero.layout import GroupLayout, Range
+from layerzero.profiling import LaneClock
 from layerzero.sharding import Axes
 
 CPU = torch.device("cpu")
@@ -115,6 +116,48 @@ class TestThreads:
             assert seen() is None
         finally:
             gc.enable()
+
+
+class TestClock:
+    def test_counts_work_and_what_the_caller_waited_for(self) -> None:
+        clock = LaneClock()
+        lane = ThreadLane("test", clock)
+        lane.run(lambda: time.sleep(0.05)).wait()
+        lane.run(lambda: None).wait()  # the first closure's end has been noted before the second starts
+        assert clock.working >= 0.05 and clock.exposed > 0
+        clock.reset()
+        assert clock.working == clock.exposed == 0
+
+    def test_waiting_for_what_is_done_is_not_exposed(self) -> None:
+        clock = LaneClock()
+        done = threading.Event()
+        event = ThreadLane("test", clock).run(done.set)
+        assert done.wait(10)
+        while event._lock.locked():  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        event.wait()
+        assert clock.exposed == 0
+
+    def test_lanes_that_wait_for_each_other_are_neither_working_nor_exposed(self) -> None:
+        clock, gate, done = LaneClock(), threading.Event(), threading.Event()
+        first = ThreadLane("first").run(lambda: gate.wait(10) and None)
+        second = ThreadLane("second", clock).run(done.set, after=[first])
+        time.sleep(0.02)
+        assert clock.working == 0
+        gate.set()
+        assert done.wait(10)
+        second.wait()
+        assert clock.working < 10
+
+    def test_overlapping_work_counts_once(self) -> None:
+        clock, both = LaneClock(), threading.Barrier(2)
+        started = time.perf_counter()
+        events = [ThreadLane(n, clock).run(lambda: both.wait(10) and None) for n in ("first", "second")]
+        for event in events:
+            event.wait()
+        for lane in (ThreadLane("third", clock),):
+            lane.run(lambda: None).wait()
+        assert 0 < clock.working <= time.perf_counter() - started
 
 
 class TestAdversarial:

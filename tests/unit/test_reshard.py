@@ -49,6 +49,10 @@ def indices(placement: Placement) -> torch.Tensor:
 
 
 class TestRuns:
+    def test_nothing_held_is_no_run(self) -> None:
+        for placement in (Placement((3,), 0, 0, (2,)), Placement.whole((3,)), Placement((0, 3), 1, 1, (0, 2))):
+            assert not list(placement.runs(Range(1, 1))) and not list(placement.runs(Range(0, 0)))
+
     @given(st.data())
     def test_runs_are_the_elements(self, data: st.DataObject) -> None:
         placement = data.draw(placements(data.draw(shapes())))

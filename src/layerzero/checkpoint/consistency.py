@@ -128,7 +128,7 @@ def _check_held(m: Manifest, spaces: Mapping[str, Space]) -> Iterator[str]:
         for state in states.get(name, set()) | {_VALUE}:
             found = by_state.get((name, state))
             for entry in space.entries:
-                pieces = () if found is None else found.overlapping(entry.range)
+                pieces = [] if found is None else found.overlapping(entry.range)
                 held = sum(p.range.intersect(entry.range).numel for p in pieces)
                 if held != entry.range.numel and (held or state == _VALUE):
                     yield f"tensor {entry.name!r}: {held} of {entry.range.numel} elements of state {state!r} are there"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ class _Plan:
 
 def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer]) -> _Plan:
     plan = _Plan(source, states)
-    names_there: dict[int, str] = {}  # by id of the tensor here
+    names_there: dict[int, list[str]] = {}  # by id of the tensor here; several where it is tied only here
     for state in states:
         for named in state.all():
             names = [source.by_name[name] for name in (named.name, *named.aliases) if name in source.by_name]
@@ -203,7 +203,7 @@ def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer])
             if shape != named.placement.full:
                 plan.mismatched.append(f"{named.name} ({list(shape)} there, {list(named.placement.full)} here)")
                 continue
-            names_there[id(named.tensor)] = names[0]
+            names_there[id(named.tensor)] = names
             plan.wanted.append(Wanted(names[0], VALUE, named.placement, named.held, named.flat))
     by_id = {id(n.tensor): n for state in states for n in state.all()}
     for optimizer in optimizers:
@@ -211,7 +211,9 @@ def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer])
     return plan
 
 
-def _plan_optimizer(plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], names_there: dict[int, str]) -> None:
+def _plan_optimizer(
+    plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], names_there: dict[int, list[str]]
+) -> None:
     record, kind = plan.source.manifest.optimizer, type(optimizer).__name__
     names_of_params(optimizer, by_id)  # refuses strangers
     if record is None:
@@ -231,16 +233,17 @@ def _plan_optimizer(plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], 
         indices = range(index, index + len(group["params"]))
         index = indices.stop
         for i, p in zip(indices, group["params"], strict=True):
-            name = names_there.get(id(p))
-            if name is None:
+            names = names_there.get(id(p))
+            if names is None:
                 continue  # the weight is missing or mismatched, and was listed
-            if name not in options:
+            name = next((n for n in names if n in options), None)
+            if name is None:
                 plan.missing.append(f"optimizer state of {by_id[id(p)].name}")
                 continue
-            plan.optimized.add(name)
+            plan.optimized.update(names)
             if options[name] not in found:
                 found.append(options[name])
-            state[i] = _state_of(plan, p, by_id[id(p)], name, members[name])
+            state[i] = _state_of(plan, optimizer.state.get(p, {}), p, by_id[id(p)], name, members[name])
         same, differing = shared_options(found) if found else ({}, [])
         loaded = {k: decode(v, _refuse_tensor) for k, v in same.items()}
         if differing:
@@ -252,14 +255,19 @@ def _plan_optimizer(plan: _Plan, optimizer: Optimizer, by_id: dict[int, Named], 
     plan.optimizers.append((optimizer, {"state": {i: s for i, s in state.items() if s}, "param_groups": groups}))
 
 
-def _state_of(plan: _Plan, p: torch.Tensor, named: Named, name: str, members: tuple[str, ...]) -> dict[str, Any]:
+def _state_of(
+    plan: _Plan, present: Mapping[str, Any], p: torch.Tensor, named: Named, name: str, members: tuple[str, ...]
+) -> dict[str, Any]:
+    """A parameter's states, to be filled; ``present`` ones of the right kind are written in place."""
     source = plan.source
     keys = source.states.get(name, set()) - {VALUE}
     if 0 in named.placement.full:  # a tensor without elements has no pieces; its states exist all the same
         keys = set().union(*(source.states.get(member, set()) for member in members)) - {VALUE}
     state: dict[str, Any] = {}
     for key in sorted(keys):
-        state[key] = torch.empty_like(p, dtype=source.dtype(name, key) or p.dtype, requires_grad=False)
+        dtype, old = source.dtype(name, key) or p.dtype, present.get(key)
+        reusable = isinstance(old, torch.Tensor) and old.shape == p.shape and old.dtype is dtype and old.is_contiguous()
+        state[key] = old if reusable else torch.empty_like(p, dtype=dtype, requires_grad=False)
         plan.wanted.append(Wanted(name, key, named.placement, named.held, state[key].view(-1)))
     record = source.manifest.optimizer
     assert record is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,15 +71,15 @@ class ModelState:
         yield from self.whole
 
 
-def named_param(param: Param) -> Named:
-    """A sharded parameter."""
+def named_param(param: Param, in_model: Callable[[str], str]) -> Named:
+    """A sharded parameter; ``in_model`` gives names in the whole model."""
     info = param.info
     cut = info.tensor_parallel
     placement = Placement.whole(info.global_shape)
     if cut is not None and cut.dim is not None:
         placement = Placement(info.global_shape, cut.dim, cut.indices(info.global_shape).start, info.local_shape)
     return Named(
-        info.model_fqn, info.aliases, "parameter", param.sharded, placement, info.global_range,
+        info.model_fqn, tuple(map(in_model, info.aliases)), "parameter", param.sharded, placement, info.global_range,
         param.sharded.requires_grad, writes=cut is None or cut.dim is not None or cut.rank == 0,
     )  # fmt: skip
 
@@ -104,7 +104,11 @@ def model_states(model: nn.Module | Sequence[nn.Module], include_ignored: bool) 
 def _model_state(root: nn.Module, include_ignored: bool) -> ModelState:
     engine = engine_of(root)
     engine.refresher.wait()
-    sharded = [[named_param(param) for param in group.params] for unit in engine.units for group in unit.groups]
+    sharded = [
+        [named_param(param, engine.model_fqn) for param in group.params]
+        for unit in engine.units
+        for group in unit.groups
+    ]
     params = [param for unit in engine.units for param in unit.params]
     managed = {id(p) for param in params for p in (param.sharded, param.unsharded)}
     cuts = {param.info.tensor_parallel for param in params} - {None}
@@ -125,7 +129,7 @@ def _model_state(root: nn.Module, include_ignored: bool) -> ModelState:
             for key, tensor in tensors.items():
                 if tensor is None or id(tensor) in managed or key in module._non_persistent_buffers_set:
                     continue
-                name = f"{prefix}.{key}" if prefix else key
+                name = engine.model_fqn(f"{prefix}.{key}" if prefix else key)
                 found.setdefault(id(tensor), (tensor, kind, []))[2].append(name)
     whole = [
         Named(
@@ -134,7 +138,9 @@ def _model_state(root: nn.Module, include_ignored: bool) -> ModelState:
         )
         for tensor, kind, names in found.values()
     ]  # fmt: skip
-    return ModelState(engine, sharded, whole, engine.control.first_global_rank(), tuple(left_out))
+    return ModelState(
+        engine, sharded, whole, engine.control.first_global_rank(), tuple(map(engine.model_fqn, left_out))
+    )
 
 
 def _is_below_kept(root: nn.Module, prefix: str) -> bool:

@@ -39,14 +39,13 @@ class Placement:
     def runs(self, held: Range) -> Iterator[tuple[Range, int]]:
         """Contiguous elements of the whole tensor that ``held`` (elements of this one) is, ascending, each with the
         place in this tensor where it starts."""
+        if not held.numel:
+            return
         if self.dim is None or self.shape == self.full:
-            if held.numel:
-                yield held, held.start
+            yield held, held.start
             return
         inner = prod(self.full[self.dim + 1 :])
         mine, whole = self.shape[self.dim] * inner, self.full[self.dim] * inner
-        if not mine:
-            return
         for row in range(held.start // mine, -(-held.stop // mine)):
             part = held.intersect(Range(row * mine, (row + 1) * mine))
             yield part.shift(row * (whole - mine) + self.offset * inner), part.start

@@ -17,21 +17,23 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from layerzero.collectives import Control, SumComm
 from layerzero.engine import Engine
-from layerzero.errors import ConfigError, ShardingError
+from layerzero.errors import ShardingError
 from layerzero.group import ParamGroup
 from layerzero.mesh import Mesh
 from layerzero.module import engine_of
 from layerzero.parallel.mesh import ParallelMesh
+
+if TYPE_CHECKING:  # half a second that only pipelines need
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _Tie:
         """Every copy takes the values of the first stage's."""
         flats = [g.model if g.main is None else g.main for g in self.groups]
         if self.comm is not None:
-            dist.broadcast(flats[0], src=self.first_rank, group=self.comm.group)
+            self.comm.broadcast(flats[0], self.first_rank)
         for flat in flats[1:]:
             flat.copy_(flats[0])
 
@@ -96,9 +98,6 @@ class Pipeline:
         """
         self.schedule = schedule
         self._stages = sorted(_stages_of(schedule), key=lambda stage: stage.stage_index)
-        for stage in self._stages:
-            if not isinstance(stage.submod, nn.Module):
-                raise ConfigError(f"Pipeline: stage {stage.stage_index} has no module")
         self._engines = [engine_of(stage.submod) for stage in self._stages]
         if _splits_backward(schedule):
             raise ShardingError(
@@ -208,7 +207,7 @@ class Pipeline:
 
 
 def _stages_of(schedule: Any) -> Sequence[Any]:
-    return schedule._stages if isinstance(schedule, PipelineScheduleMulti) else [schedule._stage]
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def _splits_backward(schedule: Any) -> bool:
