@@ -200,7 +200,7 @@ def report(result: dict[str, Any]) -> str:
 def main(
     output: Annotated[Path, typer.Option(help="Results: this name with .json, .md and .png.")],
     lengths: Annotated[str, typer.Option(help="Tokens per sample, multiples of 256.")] = "512,1024,2048,4096,8192",
-    rounds: Annotated[int, typer.Option(help="Measured steps of each system at each length.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Measured steps of each system at each length.")] = 3,
     nodes: Annotated[int, typer.Option(help="1, or 2 joined by a slow link.")] = 1,
     rate: Annotated[str, typer.Option(help="Of that link, in tc's units.")] = "1gbit",
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
