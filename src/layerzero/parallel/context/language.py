@@ -104,7 +104,8 @@ class _LanguageHooks:
 
 def _refuse(model: Any, given: dict[str, Any], length: int, size: int) -> None:
     cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
-    if cache is not None or given.get("use_cache") or (given.get("use_cache") is None and model.config.use_cache):
+    use_cache = given.get("use_cache")
+    if cache is not None or (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
         raise ShardingError(
             "context.parallelize: a key-value cache can't be split: call the model with use_cache=False"
         )
