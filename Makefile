@@ -55,10 +55,11 @@ demo: setup
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 --max-restarts 3 \
 		recipes/video_dit/train.py --config recipes/video_dit/demo.yaml --output runs/demo
 
-# Six to eight minutes on two free cores. Two nodes need root, for network namespaces.
+# About ten minutes on two free cores. Two nodes need root, for network namespaces.
 headline: setup
 	$(BIN)/python -m benchmarks.headline --output runs/headline/one_node
-	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m benchmarks.headline --nodes 2 --output runs/headline/two_nodes; \
+	@if [ "$$(id -u)" = 0 ]; then $(BIN)/python -m benchmarks.headline --nodes 2 --output runs/headline/two_nodes \
+		--memory-from runs/headline/one_node.json; \
 	else echo "Two nodes: skipped, needs root"; fi
 
 # The main table of docs/performance.md. Without root there is no slow link, and the script says so.

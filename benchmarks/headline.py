@@ -69,13 +69,14 @@ def run_ranks(nodes: Nodes, job: dict[str, Any], timeout: float) -> dict[str, An
         return json.loads(result.read_text(encoding="utf-8"))
 
 
-def measure(nodes: Nodes, work: Workload, lengths: list[int], rounds: int, console: Console) -> dict[str, Any]:
-    """Step times and memory of both systems."""
+def measure(
+    nodes: Nodes, work: Workload, lengths: list[int], rounds: int, memory: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    """Step times of both systems, and their memory unless ``memory`` has it."""
     job = {"workload": asdict(work), "lengths": lengths, "rounds": rounds}
     console.print("step times")
     times = run_ranks(nodes, {**job, "measure": "time"}, timeout=1800)
-    memory = {}
-    for name in SYSTEMS:
+    for name in SYSTEMS if not memory else ():
         console.print(f"memory of {name}")
         memory[name] = run_ranks(nodes, {**job, "measure": name}, timeout=900)
     ratios = {}
@@ -199,12 +200,13 @@ def report(result: dict[str, Any]) -> str:
 def main(
     output: Annotated[Path, typer.Option(help="Results: this name with .json, .md and .png.")],
     lengths: Annotated[str, typer.Option(help="Tokens per sample, multiples of 256.")] = "512,1024,2048,4096,8192",
-    rounds: Annotated[int, typer.Option(help="Measured steps of each system at each length.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Measured steps of each system at each length.")] = 3,
     nodes: Annotated[int, typer.Option(help="1, or 2 joined by a slow link.")] = 1,
     rate: Annotated[str, typer.Option(help="Of that link, in tc's units.")] = "1gbit",
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
     layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 4,
     recompute: Annotated[bool, typer.Option(help="Keep only block inputs for the backward, in both systems.")] = False,
+    memory_from: Annotated[Path | None, typer.Option(help="Earlier .json; memory does not depend on the link.")] = None,
 ) -> None:
     """Measures, and writes a report with a plot."""
     console = Console()
@@ -214,9 +216,15 @@ def main(
         raise typer.BadParameter(f"lengths must be multiples of {TOKENS_PER_FRAME}")
     if nodes == 2 and (missing := why_not_two_nodes()):
         raise typer.BadParameter(f"two nodes: {missing}")
+    memory: dict[str, Any] = {}
+    if memory_from is not None:
+        earlier = json.loads(memory_from.read_text(encoding="utf-8"))
+        if earlier["workload"] != asdict(work) or earlier["lengths"] != sweep:
+            raise typer.BadParameter(f"{memory_from} has another workload or other lengths")
+        memory = earlier["memory"]
     where: Nodes = TwoNodes(rate) if nodes == 2 else OneNode()
     try:
-        result = measure(where, work, sweep, rounds, console)
+        result = measure(where, work, sweep, rounds, memory, console)
     finally:
         where.close()
     result["link"] = rate if nodes == 2 else None

@@ -291,11 +291,11 @@ class ActivationComm:
         dist.all_to_all_single(parts, send, receive_numels, send_numels, group=self.group)
         return [pieces[me] if r == me else part for r, part in enumerate(parts.split(receive_numels))]
 
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor, op: Op = "exchange") -> torch.Tensor:
         """``part`` [n] of every rank, [size * n] in rank order."""
         if self.group is None:
             return part
-        self.traffic.add("exchange", 0, _nbytes(part) * (self.size - 1))
+        self.traffic.add(op, CONTROL if op == "control" else 0, _nbytes(part) * (self.size - 1))
         out = part.new_empty(part.numel() * self.size)
         if out.device.type == "cpu" and self.size <= _FEW:
             _gather_into_place(out, part, self.group)

@@ -68,6 +68,25 @@ def wan_shapes() -> None:
         )
 
 
+def different_samples_refused() -> None:
+    """A data loader that goes by rank instead of by data-parallel rank is found in the first forward."""
+    rank, context = dist.get_rank(), context_of_all()
+    text, time = random(0, 1, 5, 10), torch.tensor([1])
+    for make in (wan, latte):
+        model = parallelize(make(), context)
+        with pytest.raises(lz.DesyncError, match=r"different hidden_states \(here \(1, 3, 3, 4, 4\)"):
+            model(random(rank, 1, 3, 3, 4, 4), timestep=time, encoder_hidden_states=text)
+        with pytest.raises(lz.DesyncError, match="different timestep"):
+            model(random(0, 1, 3, 3, 4, 4), timestep=time + rank, encoder_hidden_states=text)
+    model = parallelize(llama(), context)
+    with pytest.raises(lz.DesyncError, match="different input_ids"):
+        model(input_ids=torch.arange(7 + rank)[None])
+    with pytest.raises(lz.DesyncError, match="different labels"):
+        model(input_ids=torch.arange(7)[None], labels=torch.arange(7)[None] + rank)
+    with pytest.raises(lz.ShardingError, match="parallelized before"):
+        parallelize(model, context)
+
+
 def latte_shapes() -> None:
     """5 frames of 4 patches, without and with temporal blocks, recomputation; as many frames as ranks."""
     context = context_of_all()

@@ -59,6 +59,7 @@ def test_real_models(pool: Pool, name: str) -> None:
     [
         context_models.wan_shapes,
         context_models.latte_shapes,
+        context_models.different_samples_refused,
         context_models.llama_sequences,
         context_models.other_language_models,
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.collectives import ActivationComm, Traffic
-from layerzero.errors import ShardingError
+from layerzero.errors import DesyncError, ShardingError
 from layerzero.parallel.context.exchange import Exchange, Gather, Move, ReduceScatter
 from layerzero.parallel.mesh import ParallelMesh
+
+NUM_CHECKED_FORWARDS = 2
+"""Forwards of a parallelized model whose inputs are compared; a wrong data loader shows in the first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +109,24 @@ class ContextParallel:
         move = Move(gather_dim, split_dim, parts, self.ranges(tensor.size(split_dim)))
         return Exchange.apply(self.comm, self.rank, (move,), tensor)[0]
 
+    def check_alike(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Compare shapes and values on all ranks of the group, through a checksum on the host.
+
+        Raises:
+            DesyncError: names the first tensor that differs, on every rank.
+        """
+        texts = {name: f"{tuple(t.shape)} {t.dtype} {_checksum(t)}" for name, t in tensors.items() if t is not None}
+        device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
+        mine = torch.tensor([zlib.crc32(text.encode()) for text in texts.values()], dtype=torch.int64, device=device)
+        all_ranks = self.comm.all_gather(mine, "control").view(self.size, -1)
+        for name, column in zip(texts, all_ranks.unbind(1), strict=True):
+            if len(set(column.tolist())) > 1:
+                raise DesyncError(
+                    f"ranks that share samples were given different {name} (here {texts[name].rpartition(' ')[0]}): "
+                    f"they need the same samples and the same noise. Choose data and seeds by the data-parallel "
+                    f'coordinate, mesh.coordinate("dp"), not by the rank.'
+                )
+
     def ranges(self, length: int) -> tuple[tuple[int, int], ...]:
         """(start, length) of every rank's part of a dimension."""
         parts = self.parts(length)
@@ -118,3 +141,12 @@ class ContextParallel:
                 f"{parts[self.rank]} of {length}: split the tensor with ContextParallel.split, or pass its own length"
             )
         return parts
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of the bytes and their places."""
+    total = 0
+    for chunk in tensor.detach().reshape(-1).contiguous().view(torch.uint8).split(1 << 20):
+        weights = torch.arange(1, len(chunk) + 1, device=chunk.device)
+        total = (total * 31 + int((chunk.to(torch.int64) * weights).sum())) % (2**61 - 1)
+    return total

@@ -16,7 +16,7 @@ from torch import nn
 
 from layerzero.errors import ShardingError
 from layerzero.parallel.context.attention import ulysses_attention
-from layerzero.parallel.context.group import ContextParallel
+from layerzero.parallel.context.group import NUM_CHECKED_FORWARDS, ContextParallel
 
 IMPLEMENTATION = "layerzero_ulysses"
 """Name of the attention function and of its masks in transformers' registries."""
@@ -48,12 +48,17 @@ class _LanguageHooks:
 
     def __init__(self, context: ContextParallel) -> None:
         self.context = context
+        self.num_unchecked = NUM_CHECKED_FORWARDS
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Split what has one element per token; labels are shifted first, across the edges of parts."""
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        if self.num_unchecked:
+            self.num_unchecked -= 1
+            names = (name, "attention_mask", "position_ids", "labels", "shift_labels")
+            self.context.check_alike({n: given[n] for n in names if isinstance(given.get(n), torch.Tensor)})
         batch_size, length = given[name].shape[:2]
         _refuse(model, given, length, self.context.size)
         given[name] = self.context.split(given[name], 1)
@@ -99,7 +104,8 @@ class _LanguageHooks:
 
 def _refuse(model: Any, given: dict[str, Any], length: int, size: int) -> None:
     cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
-    if cache is not None or given.get("use_cache") or (given.get("use_cache") is None and model.config.use_cache):
+    use_cache = given.get("use_cache")
+    if cache is not None or (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
         raise ShardingError(
             "context.parallelize: a key-value cache can't be split: call the model with use_cache=False"
         )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from layerzero.errors import ShardingError
-from layerzero.parallel.context.group import ContextParallel
+from layerzero.parallel.context.group import NUM_CHECKED_FORWARDS, ContextParallel
 
 _TIMESTEP = 4  # place of the timestep among the arguments of a block
 
@@ -30,6 +30,7 @@ class _LatteHooks:
     def __init__(self, context: ContextParallel, model: Any) -> None:
         self.context = context
         self.num_frames = 0
+        self.num_unchecked = NUM_CHECKED_FORWARDS
         # The model adds it to all frames it sees, unless it sees one only. Here it is added where a block sees them
         # all; the buffer in its place adds nothing.
         self.frame_positions: torch.Tensor = model.temp_pos_embed
@@ -42,6 +43,9 @@ class _LatteHooks:
             "enable_temporal_attentions", "return_dict",
         )  # fmt: skip
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if self.num_unchecked:
+            self.num_unchecked -= 1
+            self.context.check_alike({name: kwargs.get(name) for name in names[:4]})
         video = kwargs["hidden_states"]
         self.num_frames = video.size(2)
         if self.num_frames < self.context.size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import nn
 
 from layerzero.errors import ShardingError
@@ -15,6 +17,9 @@ _BY_CLASS = {
     "LatteTransformer3DModel": parallelize_latte,
     "PreTrainedModel": parallelize_language_model,
 }
+
+
+_done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def parallelize(model: nn.Module, context: ContextParallel) -> nn.Module:
@@ -32,11 +37,17 @@ def parallelize(model: nn.Module, context: ContextParallel) -> nn.Module:
     Dropout draws from each rank's own generator, so give ranks different seeds for it; noise and other random inputs
     have to be the same on the ranks of a group.
 
+    The first forwards compare the inputs between the ranks.
+
     Raises:
-        ShardingError: for other models, or parts of those that can't be split.
+        ShardingError: for other models, or parts of those that can't be split; a second time for the same model.
+        DesyncError: in a forward, if the ranks were given different inputs.
     """
     for cls in type(model).__mro__:
         if cls.__name__ in _BY_CLASS:
+            if model in _done:
+                raise ShardingError(f"context.parallelize: this {cls.__name__} was parallelized before: call it once")
+            _done.add(model)
             if context.size > 1:
                 _BY_CLASS[cls.__name__](model, context)
             return model

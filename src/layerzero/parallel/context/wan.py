@@ -14,7 +14,7 @@ from torch import nn
 
 from layerzero.errors import ShardingError
 from layerzero.parallel.context.attention import ulysses_attention
-from layerzero.parallel.context.group import ContextParallel
+from layerzero.parallel.context.group import NUM_CHECKED_FORWARDS, ContextParallel
 
 
 class UlyssesWanProcessor:
@@ -75,11 +75,15 @@ class _WanHooks:
         self.patch_size = patch_size
         self.length = 0  # tokens of the sample
         self.tokens_per_frame = 0
+        self.num_unchecked = NUM_CHECKED_FORWARDS
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Note the number of tokens; split one timestep per token."""
         names = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image", "return_dict")
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if self.num_unchecked:
+            self.num_unchecked -= 1
+            self.context.check_alike({name: kwargs.get(name) for name in names[:4]})
         frames, *sides = kwargs["hidden_states"].shape[2:]
         self.tokens_per_frame = math.prod(n // p for n, p in zip(sides, self.patch_size[1:], strict=True))
         self.length = frames // self.patch_size[0] * self.tokens_per_frame
