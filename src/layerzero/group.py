@@ -376,6 +376,11 @@ class ParamGroup:
         return cached[1], cached[2]
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether there is a synchronised gradient that nobody took."""
+        return self._reduction is not None and self._reduction.value is not None
+
+    @property
     def reduced(self) -> torch.Tensor:
         """The synchronised gradient [main numel], fp32, after the reduction's event and before `take_main_grad`."""
         assert self._reduction is not None and self._reduction.value is not None

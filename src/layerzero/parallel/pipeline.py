@@ -133,10 +133,9 @@ class Pipeline:
             result = self.schedule.step(*args, **kwargs)
         with torch.no_grad():
             reduced = [engine.reducer.wait() for engine in self._engines]
-            if all(reduced):
-                for tie in self._ties:
-                    if tie.groups[0].trainable:
-                        tie.add_up()
+            for tie in self._ties:
+                if all(group.is_reduced for group in tie.groups):
+                    tie.add_up()
             for engine, has_grads in zip(self._engines, reduced, strict=True):
                 if has_grads:
                     engine.reducer.attach(scales.get(engine, 1.0))
