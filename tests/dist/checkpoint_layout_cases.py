@@ -19,10 +19,12 @@ from tests.dist.transformer import DIM, HEADS, Attention, Layer, batch_for, loss
 PARTS = [(rank, micro) for rank in range(2) for micro in range(2)]  # of every step's batch
 
 
-def rows_for(step: int, share: int, shares: int) -> torch.Tensor:
-    """Tokens of one of ``shares`` equal parts of a step's batch."""
+def rows_for(step: int, share: int, shares: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and next tokens of one of ``shares`` equal parts of a step's batch."""
     each = len(PARTS) // shares
-    return torch.cat([batch_for(step, *part) for part in PARTS[share * each : (share + 1) * each]])
+    parts = [batch_for(step, *part) for part in PARTS[share * each : (share + 1) * each]]
+    tokens, targets = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    return tokens, targets
 
 
 class ContextAttention(Attention):
@@ -57,7 +59,7 @@ class Plain:
 
     def step(self, step: int) -> float:
         rows = rows_for(step, self.mesh.coordinate("dp"), self.mesh.size("dp"))
-        inputs, targets = (self.context.split(part, 1) for part in (rows[:, :-1], rows[:, 1:]))
+        inputs, targets = (self.context.split(part, 1) for part in rows)
         loss = loss_of_logits(self.model(inputs), targets)
         loss.backward()
         self._update()
@@ -86,11 +88,11 @@ class Piped:
         return self.stages.modules
 
     def step(self, step: int) -> float:
-        rows = rows_for(step, self.data_rank, self.data)
+        tokens, targets = rows_for(step, self.data_rank, self.data)
         losses: list[torch.Tensor] = []
         self.stages.pipeline.step(
-            *((rows[:, :-1],) if self.stages.has_first else ()),
-            target=rows[:, 1:] if self.stages.has_last else None, losses=losses,
+            *((tokens,) if self.stages.has_first else ()), target=targets if self.stages.has_last else None,
+            losses=losses,
         )  # fmt: skip
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -19,11 +19,13 @@ from pathlib import Path
 from layerzero.checkpoint.manifest import Manifest, dumps, loads
 from layerzero.checkpoint.storage import check_regular
 from layerzero.errors import CheckpointError
+from layerzero.warnings_ import warn
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})\Z")
 _HIDDEN = ".layerzero-tmp-"
+_REMOVED, _REPLACED = f"{_HIDDEN}removed-", f"{_HIDDEN}replaced-"
 _MAX_MANIFEST_NBYTES = 2 << 30
 
 
@@ -121,6 +123,7 @@ def open_draft(root: Path, step: int, overwrite: bool) -> Path:
         CheckpointError: the step exists already, and ``overwrite`` is false.
     """
     root.mkdir(parents=True, exist_ok=True)
+    recover(root)
     if (root / step_name(step)).exists() and not overwrite:
         raise CheckpointError(
             f"{root / step_name(step)} exists already: choose another step, or pass overwrite=True to replace it"
@@ -150,14 +153,22 @@ def commit(draft: Path, manifest: Manifest, keep: int | None) -> Path:
     folder = root / step_name(manifest.step)
     before = latest_step(root)
     _point(root, [manifest.step] if before is None else [manifest.step, before])
-    replaced = _set_aside(folder) if os.path.lexists(folder) else None
-    os.rename(draft, folder)
+    replaced = _set_aside(folder, _REPLACED) if os.path.lexists(folder) else None
+    try:
+        os.rename(draft, folder)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, folder)
+        raise
     sync_folder(root)
     _point(root, [manifest.step])
     if replaced is not None:
         _delete(replaced)  # after the new one has its name: removing may take long
     if keep is not None:
-        _retain(root, manifest.step, keep)
+        try:
+            _retain(root, manifest.step, keep)
+        except OSError as error:
+            warn(f"checkpoint {manifest.step} was saved, but older ones could not be removed: {error}")
     return folder
 
 
@@ -180,11 +191,18 @@ def _retain(root: Path, newest: int, keep: int) -> None:
     others = [root / step_name(step) for step in steps(root) if step != newest]
     others.sort(key=lambda folder: ((folder / MANIFEST).stat().st_mtime_ns, folder.name), reverse=True)
     for folder in others[keep - 1 :]:
-        _delete(_set_aside(folder))
+        _delete(_set_aside(folder, _REMOVED))
 
 
-def _set_aside(folder: Path) -> Path:
-    away = folder.parent / f"{_HIDDEN}removed-{folder.name}"
+def recover(root: Path) -> None:
+    """Give a step its name back that was being replaced when the process was killed."""
+    for name in os.listdir(root) if root.is_dir() else ():
+        if name.startswith(_REPLACED) and not os.path.lexists(root / name.removeprefix(_REPLACED)):
+            os.rename(root / name, root / name.removeprefix(_REPLACED))
+
+
+def _set_aside(folder: Path, prefix: str) -> Path:
+    away = folder.parent / f"{prefix}{folder.name}"
     _delete(away)
     os.rename(folder, away)
     return away

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from layerzero.checkpoint import folder as folders
 from layerzero.checkpoint.manifest import VALUE
 from layerzero.checkpoint.model_state import ModelState, Named, model_states
 from layerzero.checkpoint.optimizer_state import as_list, names_of_params, shared_options
@@ -76,16 +79,27 @@ def load(
             anything is changed.
         DesyncError: ranks disagree on the arguments.
     """
-    wait_for_pending()
     ranks = Ranks.all()
-    told = ranks.gather([str(path), step, strict, optimizer is None])
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise DesyncError(f"lz.load: rank 0 was called with {told[0]}, rank {rank} with {other}")
+    wait_for_pending(ranks)
     plan: _Plan | None = None
     error: Exception | None = None
+    arguments: dict[str, Any] = {}
     try:
-        source = Source.open(Path(path), step)
+        if torch.is_inference_mode_enabled():
+            raise CheckpointError("lz.load inside torch.inference_mode(): its tensors can't be trained; load outside")
+        kinds = [type(o).__name__ for o in as_list(optimizer)]
+        number = None if step is None else operator.index(step)
+        arguments = {"path": os.path.abspath(path), "step": number, "strict": bool(strict), "optimizers": kinds}
+    except Exception as e:
+        error = e
+    ranks.agree("nothing was loaded", error)
+    ranks.check_same("lz.load", arguments)
+    if ranks.rank == 0:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is left to recover
+            folders.recover(Path(path))
+    ranks.gather(None)  # the others look only now
+    try:
+        source = Source.open(Path(path), arguments["step"])
         plan = _plan(source, model_states(model, include_ignored=True), as_list(optimizer))
     except Exception as e:
         error = e
@@ -106,6 +120,8 @@ def load(
         error = e
     ranks.agree("the model may now hold a mixture; load another checkpoint before going on", error)
     assert result is not None
+    for state in plan.states:
+        state.engine.resume_pending = False
     return result
 
 
@@ -136,6 +152,7 @@ class _Plan:
     states: list[ModelState]
     wanted: list[Wanted] = field(default_factory=list)
     optimizers: list[tuple[Optimizer, dict[str, Any]]] = field(default_factory=list)  # with a state_dict to load
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # not contiguous, and what is read
     used: set[str] = field(default_factory=set)  # tensors of the checkpoint
     optimized: set[str] = field(default_factory=set)  # of those, with a param group here
     missing: list[str] = field(default_factory=list)
@@ -147,11 +164,17 @@ class _Plan:
         """What no rank uses: other pipeline stages take theirs. Collective."""
         first = any(state.engine.rank == 0 for state in self.states)
         told = ranks.gather(
-            [str(self.source.folder), *((sorted(self.used), sorted(self.optimized)) if first else ((), ()))]
+            [
+                f"{self.source.folder} ({self.source.fingerprint()})",
+                *((sorted(self.used), sorted(self.optimized)) if first else ((), ())),
+            ]
         )
         folders = dict.fromkeys(folder for folder, _, _ in told)
         if len(folders) > 1:
-            raise DesyncError(f"lz.load: ranks see different checkpoints: {', '.join(folders)}")
+            raise DesyncError(
+                f"lz.load: ranks see different checkpoints: {', '.join(folders)}. The folder has to be on a file system "
+                f"that all ranks share."
+            )
         used = set().union(*(names for _, names, _ in told))
         self.unexpected += [name for name in self.source.manifest.tensors if name not in used]
         record = self.source.manifest.optimizer
@@ -173,6 +196,9 @@ class _Plan:
             self.source.read(self.wanted)
         for optimizer, state_dict in self.optimizers:
             optimizer.load_state_dict(state_dict)
+        for tensor, read in self.copies:
+            with torch.no_grad():
+                tensor.copy_(read.view(tensor.shape))
         for state in self.states:
             state.engine.refresher.mark_all_stale()
         for text in self.warnings:
@@ -204,7 +230,12 @@ def _plan(source: Source, states: list[ModelState], optimizers: list[Optimizer])
                 plan.mismatched.append(f"{named.name} ({list(shape)} there, {list(named.placement.full)} here)")
                 continue
             names_there[id(named.tensor)] = names
-            plan.wanted.append(Wanted(names[0], VALUE, named.placement, named.held, named.flat))
+            if any(not _equal(source, names[0], other, named) for other in names[1:]):
+                plan.mismatched.append(f"{', '.join(names)} (one tensor here, different values there)")
+            out = named.tensor.detach()
+            if not out.is_contiguous():
+                plan.copies.append((out, out := torch.empty_like(out, memory_format=torch.contiguous_format)))
+            plan.wanted.append(Wanted(names[0], VALUE, named.placement, named.held, out.view(-1)))
     by_id = {id(n.tensor): n for state in states for n in state.all()}
     for optimizer in optimizers:
         _plan_optimizer(plan, optimizer, by_id, names_there)
@@ -234,6 +265,7 @@ def _plan_optimizer(
         index = indices.stop
         for i, p in zip(indices, group["params"], strict=True):
             names = names_there.get(id(p))
+            state[i] = dict(optimizer.state.get(p, {}))  # kept where there is none to load
             if names is None:
                 continue  # the weight is missing or mismatched, and was listed
             name = next((n for n in names if n in options), None)
@@ -267,13 +299,25 @@ def _state_of(
     for key in sorted(keys):
         dtype, old = source.dtype(name, key) or p.dtype, present.get(key)
         reusable = isinstance(old, torch.Tensor) and old.shape == p.shape and old.dtype is dtype and old.is_contiguous()
-        state[key] = old if reusable else torch.empty_like(p, dtype=dtype, requires_grad=False)
+        new = torch.empty(0, dtype=dtype, device=p.device)
+        state[key] = old if reusable else new.new_empty(p.shape)  # contiguous whatever p is
         plan.wanted.append(Wanted(name, key, named.placement, named.held, state[key].view(-1)))
     record = source.manifest.optimizer
     assert record is not None
     for key, value in record.scalars.get(name, {}).items():
         state[key] = decode(value, _refuse_tensor)
     return state
+
+
+def _equal(source: Source, name: str, other: str, named: Named) -> bool:
+    """Whether two stored tensors are the same where this rank holds them."""
+    if source.manifest.tensors[other].shape != named.placement.full:
+        return False
+    both = [torch.empty(named.held.numel, dtype=named.tensor.dtype) for _ in range(2)]
+    source.read(
+        [Wanted(n, VALUE, named.placement, named.held, out) for n, out in zip((name, other), both, strict=True)]
+    )
+    return torch.equal(both[0].nan_to_num(), both[1].nan_to_num())
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from layerzero.checkpoint.manifest import VALUE
 from layerzero.checkpoint.model_state import Named
 from layerzero.checkpoint.values import encode
 from layerzero.errors import CheckpointError
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes, not what: never taken from a checkpoint."""
+
+_NAMES = "param_names"  # what torch keeps when parameters are given with their names; ours are the model's
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,13 @@ def read_optimizers(optimizers: Sequence[Optimizer], named: dict[int, Named]) ->
     for optimizer in optimizers:
         scalar_keys = _scalar_keys(optimizer)
         for group, names in zip(optimizer.param_groups, names_of_params(optimizer, named), strict=True):
-            options = {k: v for k, v in group.items() if k != "params"}
+            options = {k: v for k, v in group.items() if k not in ("params", _NAMES)}
             encoded = {k: encode(v, _refuse_tensor, f"optimizer option {k!r}") for k, v in options.items()}
             result.groups.append((names, encoded))
             for p, name in zip(group["params"], names, strict=True):
                 for key, value in optimizer.state.get(p, {}).items():
+                    if key == VALUE:
+                        raise CheckpointError(f"{type(optimizer).__name__} has a state called {key!r}: rename it")
                     if is_elementwise(value, p, key, scalar_keys):
                         result.elementwise.setdefault(name, {})[key] = value
                     else:
@@ -86,7 +91,7 @@ def _scalar_keys(optimizer: Optimizer) -> set[str]:
     """States that are one value even for parameters without dims, where shapes don't tell."""
     keys = {"step"}
     for p, state in optimizer.state.items():
-        if p.ndim:
+        if isinstance(p, torch.Tensor) and p.ndim:
             keys |= {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim == 0}
     return keys
 
@@ -100,5 +105,5 @@ def _refuse_tensor(tensor: torch.Tensor) -> str:
 def shared_options(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Options that all of ``groups`` (encoded) agree on, and the names of those they don't; without how-options."""
     first, *others = groups
-    same = {k: v for k, v in first.items() if k not in _HOW and all(k in o and o[k] == v for o in others)}
+    same = {k: v for k, v in first.items() if k not in (*_HOW, _NAMES) and all(k in o and o[k] == v for o in others)}
     return same, [k for k in first if k not in _HOW and k not in same]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from layerzero.checkpoint.storage import as_bytes
 from layerzero.collectives import Control, Traffic
-from layerzero.errors import CheckpointError
+from layerzero.errors import CheckpointError, DesyncError
 from layerzero.mesh import default_timeout
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -76,6 +77,21 @@ class Ranks:
         if self.rank == 0:
             payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return json.loads(bytes(as_bytes(self._control.broadcast(payload))))
+
+    def check_same(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Raise on every rank if arguments differ.
+
+        Raises:
+            DesyncError: names one that differs, with rank 0's value and another's.
+        """
+        told = self.gather(dict(arguments))
+        for rank, other in enumerate(told):
+            for name, value in told[0].items():
+                if other[name] != value:
+                    raise DesyncError(
+                        f"{call}: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: pass the same on "
+                        f"every rank" + (" (relative paths count from the working folder)" if name == "path" else "")
+                    )
 
     def agree(self, what: str, error: Exception | None) -> None:
         """Raise on every rank if any rank failed.

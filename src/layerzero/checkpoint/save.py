@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import shutil
 import threading
@@ -21,7 +22,8 @@ from layerzero.checkpoint.optimizer_state import OptimizerState, as_list, read_o
 from layerzero.checkpoint.ranks import Ranks
 from layerzero.checkpoint.shares import describe, merge, piece_blobs, piece_records
 from layerzero.checkpoint.storage import header_of, write_file
-from layerzero.errors import CheckpointError, DesyncError
+from layerzero.errors import CheckpointError
+from layerzero.warnings_ import warn
 
 _RESERVE_NBYTES = 1 << 20  # for the manifest and the file system's own
 
@@ -63,6 +65,8 @@ class Saved:
                 job.run()
             except BaseException as error:
                 self._error = error
+                with contextlib.suppress(Warning):  # turned into an error, it would end up nowhere
+                    warn(f"the background save of checkpoint {self.step} failed: {error}")
 
         # Not a daemon: an interpreter that exits lets the checkpoint be finished first.
         self._thread = threading.Thread(target=run, name="layerzero checkpoint")
@@ -72,14 +76,19 @@ class Saved:
 _pending: list[Saved] = []  # at most one
 
 
-def wait_for_pending() -> None:
-    """Finish a background save before its folder or its process group is used again.
+def wait_for_pending(ranks: Ranks) -> None:
+    """Finish a background save before its folder or its process group is used again. Collective.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: it failed, and `Saved.wait` has not said so on every rank.
     """
-    while _pending:
-        _pending.pop().wait()
+    error: Exception | None = None
+    try:
+        while _pending:
+            _pending.pop().wait()
+    except Exception as e:
+        error = e
+    ranks.agree("an earlier save in the background failed", error)
 
 
 def save(
@@ -98,7 +107,8 @@ def save(
     """Save a training state into folder ``path``/step-NNNNNNNN. Call it on every rank of the job, between steps.
 
     Each rank writes what it holds, as safetensors, and no rank gathers anything. A killed or failed save leaves the
-    earlier checkpoints as they were. ``docs/checkpoint-format.md`` describes the files.
+    earlier checkpoints as they were. Gradients are not saved, nor what `no_sync` accumulated. One job at a time may save
+    into a folder. ``docs/checkpoint-format.md`` describes the files.
 
     Args:
         path: the run's folder, on a file system that all ranks share.
@@ -120,11 +130,22 @@ def save(
             earlier background save failed.
         DesyncError: ranks disagree on path, step or options.
     """
-    wait_for_pending()
-    job = _prepare(
-        _Request(Path(path), step, keep, background, overwrite), model, as_list(optimizer), extra, rank_extra,
-        include_ignored,
-    )  # fmt: skip
+    ranks = Ranks.all()
+    wait_for_pending(ranks)
+    request: _Request | None = None
+    error: Exception | None = None
+    try:
+        classes = [type(o).__name__ for o in as_list(optimizer)]
+        request = _Request(
+            os.path.abspath(path), _whole("step", step, 0), _whole("keep", keep, 1), bool(background), bool(overwrite),
+            bool(include_ignored), classes,
+        )  # fmt: skip
+    except Exception as e:
+        error = e
+    ranks.agree("nothing was saved", error)
+    assert request is not None
+    ranks.check_same("lz.save", vars(request))
+    job = _prepare(ranks, request, model, as_list(optimizer), extra, rank_extra)
     saved = Saved(job.draft.parent / folders.step_name(job.step), job.step)
     if background:
         saved._start(job)
@@ -136,11 +157,15 @@ def save(
 
 @dataclass(frozen=True)
 class _Request:
-    path: Path
+    """Arguments that have to be the same on every rank."""
+
+    path: str
     step: int | None
     keep: int | None
     background: bool
     overwrite: bool
+    include_ignored: bool
+    optimizers: list[str]
 
 
 @dataclass
@@ -163,6 +188,8 @@ class _Job:
         try:
             if blobs:
                 checksums = write_file(self.draft / file, blobs)
+        except FileNotFoundError as e:
+            error = CheckpointError(f"{e}: the folder has to be on a file system that all ranks share")
         except Exception as e:
             error = e
         self.pieces = []
@@ -188,34 +215,36 @@ class _Job:
             raise
 
 
+def _whole(name: str, value: Any, least: int) -> int | None:
+    """A whole number of any kind (numpy's too), or None."""
+    try:
+        number = None if value is None else operator.index(value)
+        if isinstance(value, bool) or (number is not None and not least <= number < 10**18):
+            raise TypeError
+    except TypeError:
+        raise CheckpointError(f"{name}: expected a whole number from {least}, got {value!r}") from None
+    return number
+
+
 def _prepare(
+    ranks: Ranks,
     request: _Request,
     model: nn.Module | Sequence[nn.Module],
     optimizers: list[Optimizer],
     extra: Any,
     rank_extra: Any,
-    include_ignored: bool,
 ) -> _Job:
-    ranks = Ranks.all()
     captured, described, error = Captured(), {}, None
     try:
-        if request.keep is not None and request.keep < 1:
-            raise CheckpointError(f"keep: expected at least 1, got {request.keep}")
-        if request.step is not None and not 0 <= request.step < 10**18:
-            raise CheckpointError(f"step: expected a number from 0, got {request.step}")
-        states = model_states(model, include_ignored)
+        states = model_states(model, request.include_ignored)
         optimizer = _optimizer_state(states, optimizers) if optimizers else None
         for state in states:
             captured.add_model(state, optimizer)
         described = describe(ranks, states, optimizer, captured, extra, rank_extra)
-        described["left_out"] = [] if include_ignored else [name for state in states for name in state.left_out]
+        left_out = () if request.include_ignored else (name for state in states for name in state.left_out)
+        described["left_out"] = list(left_out)
     except Exception as e:
         error = e
-    options = [str(request.path), request.step, request.keep, request.background, request.overwrite, include_ignored]
-    told = ranks.gather(options)
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise DesyncError(f"lz.save: rank 0 was called with {told[0]}, rank {rank} with {other}")
     ranks.agree("nothing was saved", error)
     if request.background:
         captured.pieces = [piece.in_host_memory() for piece in captured.pieces]
@@ -226,8 +255,8 @@ def _prepare(
         if ranks.rank == 0:
             step = request.step
             if step is None:
-                step = max(folders.steps(request.path), default=-1) + 1
-            draft = folders.open_draft(request.path, step, request.overwrite)
+                step = max(folders.steps(Path(request.path)), default=-1) + 1
+            draft = folders.open_draft(Path(request.path), step, request.overwrite)
             answer = [step, str(draft)]
             _check_space(draft, sum(nbytes))
     except Exception as e:

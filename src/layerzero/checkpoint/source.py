@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,14 @@ class Source:
                 return cls(plain.paths[0].parent, plain_manifest(plain), is_plain=True, tolerate=tolerate)
         folder = folders.resolve(path, step)
         return cls(folder, folders.read_manifest(folder), tolerate=tolerate)
+
+    def fingerprint(self) -> str:
+        """Short digest that tells this checkpoint from others: of its manifest, or of plain files' names and sizes."""
+        if self.is_plain:
+            content = repr(sorted(self.manifest.files.items())).encode()
+        else:
+            content = (self.folder / folders.MANIFEST).read_bytes()
+        return hashlib.sha256(content).hexdigest()[:16]
 
     # ------------------------------------------------------------------ tensors
 
