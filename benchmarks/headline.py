@@ -219,7 +219,7 @@ def main(
     memory: dict[str, Any] = {}
     if memory_from is not None:
         earlier = json.loads(memory_from.read_text(encoding="utf-8"))
-        if earlier["workload"] != asdict(work) or earlier["lengths"] != sweep:
+        if earlier["workload"] != asdict(work) or not set(sweep) <= set(earlier["lengths"]):
             raise typer.BadParameter(f"{memory_from} has another workload or other lengths")
         memory = earlier["memory"]
     where: Nodes = TwoNodes(rate) if nodes == 2 else OneNode()
