@@ -30,7 +30,9 @@ class TestParity:
             {"schedule": "1f1b", "micro": 3, "reentrant": False, "static": True, "lane": "late"},
         ]
         configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
-        compared = pool.run(cases.train_cases, 4, pipeline=2, data=2, context=1, configurations=configurations)
+        compared = pool.run(
+            cases.train_cases, 4, pipeline=2, data=2, context=1, configurations=configurations, timeout=240
+        )
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
     @pytest.mark.slow
@@ -42,7 +44,9 @@ class TestParity:
             {"schedule": "gpipe", "micro": 1, "sequence": False},
         ]
         configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
-        compared = pool.run(cases.train_cases, 8, pipeline=2, data=2, context=1, configurations=configurations)
+        compared = pool.run(
+            cases.train_cases, 8, pipeline=2, data=2, context=1, configurations=configurations, timeout=240
+        )
         assert all(n > 5_000 for ranks in compared for n in ranks)
 
     @pytest.mark.slow
@@ -51,7 +55,9 @@ class TestParity:
         """Two stages of two data-parallel by two context-parallel ranks, which together shard the optimizer."""
         configurations = [{"schedule": "1f1b", "micro": 4, "tied": True}, {"schedule": "gpipe", "micro": 1}]
         configurations = [{**c, **STRATEGIES[strategy]} for c in configurations]
-        compared = pool.run(cases.train_cases, 8, pipeline=2, data=2, context=2, configurations=configurations)
+        compared = pool.run(
+            cases.train_cases, 8, pipeline=2, data=2, context=2, configurations=configurations, timeout=240
+        )
         assert all(n > 5_000 for ranks in compared for n in ranks)
 
     def test_four_stages(self, pool: Pool) -> None:
@@ -60,7 +66,7 @@ class TestParity:
             {"schedule": "gpipe", "micro": 2, "sharding": "zero3"},
             {"schedule": "1f1b", "micro": 4, "reentrant": False, "sharding": "zero3"},
         ]
-        assert pool.run(cases.train_cases, 4, pipeline=4, data=1, context=1, configurations=configurations)
+        assert pool.run(cases.train_cases, 4, pipeline=4, data=1, context=1, configurations=configurations, timeout=240)
 
     def test_dropped_tie_is_noticed(self, pool: Pool) -> None:
         for message in pool.run(cases.dropped_tie_is_noticed, 2):

@@ -22,35 +22,34 @@ SCHEDULES = [(False, 1, "threads"), (True, 4, "late"), (True, 1, "random:3"), (F
 class TestParity:
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_two_by_two(self, pool: Pool, strategy: str) -> None:
-        configurations = [
-            {"sequence": s, "micro": m, "lane": lane, **STRATEGIES[strategy]} for s, m, lane in SCHEDULES
-        ]
-        compared = pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations)
+        configurations = [{"sequence": s, "micro": m, "lane": lane, **STRATEGIES[strategy]} for s, m, lane in SCHEDULES]
+        compared = pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations, timeout=240)
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
     def test_checkpointed_activations(self, pool: Pool) -> None:
         configurations = [
-            {"sequence": r, "micro": 2, "lane": "late", "reentrant": r, **STRATEGIES["layerzero"]} for r in (False, True)
+            {"sequence": r, "micro": 2, "lane": "late", "reentrant": r, **STRATEGIES["layerzero"]}
+            for r in (False, True)
         ]
-        assert pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations)
+        assert pool.run(cases.train_cases, 4, data=2, context=1, configurations=configurations, timeout=240)
 
     def test_data_parallel_alone(self, pool: Pool) -> None:
         """The same model and comparison on four data-parallel ranks."""
         configurations = [{"sequence": False, "micro": m, **s} for s in STRATEGIES.values() for m in (1, 4)]
-        assert pool.run(cases.train_cases, 4, data=4, context=1, configurations=configurations)
+        assert pool.run(cases.train_cases, 4, data=4, context=1, configurations=configurations, timeout=240)
 
     @pytest.mark.slow
     def test_hierarchy(self, pool: Pool) -> None:
         """Two tensor-parallel ranks, ZeRO-3 groups of two, optimizer states over four."""
         configuration = {"sequence": True, "micro": 4, **STRATEGIES["layerzero"]}
-        compared = pool.run(cases.train_cases, 8, data=4, context=1, configurations=[configuration])
+        compared = pool.run(cases.train_cases, 8, data=4, context=1, configurations=[configuration], timeout=240)
         assert all(ranks[0] > 10_000 for ranks in compared)
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_with_context_parallelism(self, pool: Pool, strategy: str) -> None:
         """Two context-parallel by two tensor-parallel ranks: both cut the sequence."""
         configurations = [{"sequence": m > 1, "micro": m, **STRATEGIES[strategy]} for m in (1, 4)]
-        compared = pool.run(cases.train_cases, 4, data=1, context=2, configurations=configurations)
+        compared = pool.run(cases.train_cases, 4, data=1, context=2, configurations=configurations, timeout=240)
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
     @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
@@ -58,7 +57,7 @@ class TestParity:
         configurations = [
             {"sequence": s, "sharding": "zero3", "micro": 2, "norm_type": norm_type} for s in (False, True)
         ]
-        assert pool.run(cases.train_cases, 2, data=1, context=1, configurations=configurations)
+        assert pool.run(cases.train_cases, 2, data=1, context=1, configurations=configurations, timeout=240)
 
     def test_dropped_sum_is_noticed(self, pool: Pool) -> None:
         for message in pool.run(cases.dropped_sum_is_noticed, 4):
