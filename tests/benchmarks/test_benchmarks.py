@@ -83,6 +83,14 @@ def test_host_cost(tmp_path: Path) -> None:
         assert (row["collectives_seconds"] > 0) is (row["system"] != "plain")
 
 
+def test_one_process(tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    done = run("one_process", "--rounds", "2", "--layers", "1", "--width", "64", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert report["median_ratio"] > 0 and [len(v) for v in report["seconds"].values()] == [2, 2]
+
+
 def test_gpu_script_on_the_cpu(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     done = run("gpu", "--small", "--no-tests", "--steps", "2", "--output", str(output))
