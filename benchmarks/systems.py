@@ -170,7 +170,10 @@ class DDPZero1(System):
             workload.model(place.device), gradient_as_bucket_view=True, broadcast_buffers=False
         )
         if workload.dtype == "bf16":
-            self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            on_cpu = place.device.type == "cpu"  # DDP refuses bf16 over gloo; fp16 is as many bytes
+            self.model.register_comm_hook(
+                None, default_hooks.fp16_compress_hook if on_cpu else default_hooks.bf16_compress_hook
+            )
         self.optimizer = ZeroRedundancyOptimizer(
             self.model.parameters(), torch.optim.AdamW, lr=workload.learning_rate, fused=True,
             parameters_as_bucket_view=True,

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -80,9 +80,9 @@ class Plan:
 
 def measure(
     names: Sequence[str], nodes: Nodes, shape: Shape, workload: Workload, plan: Plan, pythons: dict[str, str],
-    console: Console,
+    console: Console, save: Callable[[dict[str, Measured]], None],
 ) -> dict[str, Measured]:  # fmt: skip
-    """All systems ``names``, LayerZeRO among them."""
+    """All systems ``names``, LayerZeRO among them; ``save`` gets what there is after every group of systems."""
     results = {name: Measured() for name in [US, *names]}
     others = [n for n in names if n != US]
     size = max(1, plan.alive - 1)
@@ -109,6 +109,7 @@ def measure(
                     progress.advance(task, len(group) + 1)
                 for job in jobs:
                     results[job.name].report = job.ask("traffic")[0]["report"]
+                save(results)
             finally:
                 for job in jobs:
                     job.close()
@@ -118,7 +119,7 @@ def measure(
 def _prepare(job: Job, result: Measured, plan: Plan) -> None:
     job.wait_until_built()
     for micro_batches in plan.micro_batches:  # first iterations record orders, build buckets, ...
-        job.ask("steps", micro_batches=micro_batches, count=plan.warm_up)
+        job.ask("steps", micro_batches=micro_batches, count=plan.warm_up if micro_batches == 1 else 1)
     replies = job.ask("memory", micro_batches=max(plan.micro_batches))
     result.params_nbytes = max(r["params"] for r in replies)
     result.optimizer_nbytes = max(r["optimizer"] for r in replies)
@@ -183,6 +184,7 @@ def as_json(results: dict[str, Measured], configuration: dict[str, object]) -> d
             "median_sent_nbytes": {m: statistics.median(v) for m, v in r.sent_nbytes.items()},
         }
         for name, r in results.items()
+        if r.seconds or r.error
     }
     return {"configuration": configuration, "systems": systems}
 
@@ -222,12 +224,6 @@ def main(
     missing = "--one-node" if one_node else why_not_two_nodes()
     if missing:
         console.print(f"One node ({missing}): no slow link, so times say little about hierarchy, and bytes nothing.")
-    nodes: Nodes = OneNode() if missing else TwoNodes(rate)
-    try:
-        pythons = {n: str(deepspeed_python) for n in names if n.startswith("deepspeed")}
-        results = measure(names, nodes, shape, workload, plan, pythons, console)
-    finally:
-        nodes.close()
     configuration = {
         "date": time.strftime("%Y-%m-%d"), "rate": None if missing else rate,
         "command": shlex.join(["python", "-m", "benchmarks.testbed", *sys.argv[1:]]),
@@ -236,14 +232,24 @@ def main(
         "num_parameters": sum(p.numel() for p in workload.model("meta").parameters()),
         "formula_sent_nbytes": formula_nbytes(workload, shape),
     }  # fmt: skip
+
+    def save(results: dict[str, Measured]) -> None:
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(as_json(results, configuration), indent=1) + "\n")
+
+    nodes: Nodes = OneNode() if missing else TwoNodes(rate)
+    try:
+        pythons = {n: str(deepspeed_python) for n in names if n.startswith("deepspeed")}
+        results = measure(names, nodes, shape, workload, plan, pythons, console, save)
+    finally:
+        nodes.close()
+    save(results)
     console.print(table(results, plan.micro_batches))
     console.print(f"LayerZeRO's formula: {configuration['formula_sent_nbytes'] / 1e6:.1f} MB sent per node and step")
     for name, result in results.items():
         if result.error:
             console.print(f"[bold]{name} failed[/bold]\n{result.error}", markup=True, highlight=False)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(as_json(results, configuration), indent=1) + "\n")
     if any(r.error for r in results.values()):
         raise typer.Exit(1)
 
