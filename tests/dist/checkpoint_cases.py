@@ -377,3 +377,80 @@ def _full_disk(folder: str) -> tuple[str, int]:
         filler.unlink()
     dist.barrier()
     return text, lz.save(folder, model, optimizer, step=1, keep=1).step
+
+
+def ranks_that_disagree(folder: str) -> dict[str, str]:
+    """Whatever one rank gets wrong is an error on all, at once, and leaves everything as it was."""
+    rank = dist.get_rank()
+    run = Run("zero3")
+    run.step(0)
+    lz.save(folder, run.model, run.optimizer)
+    optimizer: Any = run.optimizer
+    told = {
+        "path": message_of(lz.save, None if rank else folder, run.model),
+        "step": message_of(lz.save, folder, run.model, step=2.5 if rank else 2),
+        "optimizer": message_of(
+            lz.save, folder, run.model, *([optimizer] if rank == 0 else []), error=lz.DesyncError
+        ),
+        "list": message_of(lz.load, folder, run.model, 3 if rank else optimizer),
+    }  # fmt: skip
+    home = os.getcwd()
+    own = Path(folder, f"home{rank}")
+    try:
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
+        told["cwd"] = message_of(lz.load, "x", run.model, error=lz.DesyncError)
+    finally:
+        os.chdir(home)
+    with torch.inference_mode():
+        told["inference"] = message_of(lz.load, folder, run.model)
+    saved = lz.save(folder, run.model, step=torch.tensor(7))
+    assert saved.step == 7 and lz.load(folder, run.model).step == 7
+    return told
+
+
+def copies_that_differ(folder: str) -> str:
+    """Nodes whose folders of the same name are not the same folder."""
+    source_module = importlib.import_module("layerzero.checkpoint.source")
+    run = Run("zero3")
+    lz.save(folder, run.model)
+    original = source_module.Source.fingerprint
+    source_module.Source.fingerprint = lambda source: str(dist.get_rank())
+    try:
+        return message_of(lz.load, folder, run.model, error=lz.DesyncError)
+    finally:
+        source_module.Source.fingerprint = original
+
+
+def one_rank_waits(folder: str) -> None:
+    """The error of a background save that rank 0 has seen, and the others have not, is raised on all."""
+    run = Run("zero3")
+    lz.save(folder, run.model)
+    with failing_write(rank=1):
+        saved = lz.save(folder, run.model, background=True)
+        if dist.get_rank() == 0:
+            assert "No space left" in message_of(saved.wait)
+        assert "No space left" in message_of(lz.save, folder, run.model)
+    assert lz.save(folder, run.model).step == 1
+
+
+class Untied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def untied_into_tied(folder: str) -> str:
+    different = lz.shard(Untied(tied=False), sharding="zero3", units=[nn.Linear])
+    lz.save(folder, different, step=0)
+    tied = lz.shard(Untied(tied=True), sharding="zero3", units=[nn.Linear])
+    text = message_of(lz.load, folder, tied)
+    with torch.no_grad():
+        for p, q in zip(different.a.parameters(), different.b.parameters(), strict=True):
+            q.copy_(p)
+    lz.save(folder, different, step=1)
+    lz.load(folder, tied)
+    assert torch.equal(lz.full_state_dict(tied)["b.weight"], lz.full_state_dict(different)["a.weight"])
+    return text

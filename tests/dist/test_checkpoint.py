@@ -124,3 +124,27 @@ def test_ignored_modules(pool: Pool, tmp_path: Path) -> None:
 def test_retention(pool: Pool, tmp_path: Path) -> None:
     for seen in pool.run(cases.retention, 2, folder=str(tmp_path)):
         assert seen == [[5], [5, 10], [10, 15], [15, 20], [16, 20]]
+
+
+def test_ranks_that_disagree(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(cases.ranks_that_disagree, 2, folder=str(tmp_path)):
+        assert "NoneType" in told["path"] and "rank 1" in told["path"]
+        assert "step: expected a whole number from 0, got 2.5" in told["step"]
+        assert "optimizers is ['AdamW'] on rank 0 and [] on rank 1" in told["optimizer"]
+        assert "rank 1" in told["list"]
+        assert "home0" in told["cwd"] and "home1" in told["cwd"] and "working folder" in told["cwd"]
+        assert "inference_mode" in told["inference"]
+
+
+def test_copies_that_differ(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(cases.copies_that_differ, 2, folder=str(tmp_path)):
+        assert "(0)" in text and "(1)" in text and "all ranks share" in text
+
+
+def test_one_rank_waits(pool: Pool, tmp_path: Path) -> None:
+    pool.run(cases.one_rank_waits, 2, folder=str(tmp_path))
+
+
+def test_untied_into_tied(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(cases.untied_into_tied, 2, folder=str(tmp_path)):
+        assert "a.weight, b.weight (one tensor here, different values there)" in text

@@ -172,8 +172,8 @@ class _Plan:
         folders = dict.fromkeys(folder for folder, _, _ in told)
         if len(folders) > 1:
             raise DesyncError(
-                f"lz.load: ranks see different checkpoints: {', '.join(folders)}. The folder has to be on a file system "
-                f"that all ranks share."
+                f"lz.load: ranks see different checkpoints: {', '.join(folders)}. The folder has to be on a file "
+                f"system that all ranks share."
             )
         used = set().union(*(names for _, names, _ in told))
         self.unexpected += [name for name in self.source.manifest.tensors if name not in used]

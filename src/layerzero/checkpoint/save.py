@@ -107,8 +107,8 @@ def save(
     """Save a training state into folder ``path``/step-NNNNNNNN. Call it on every rank of the job, between steps.
 
     Each rank writes what it holds, as safetensors, and no rank gathers anything. A killed or failed save leaves the
-    earlier checkpoints as they were. Gradients are not saved, nor what `no_sync` accumulated. One job at a time may save
-    into a folder. ``docs/checkpoint-format.md`` describes the files.
+    earlier checkpoints as they were. Gradients are not saved, nor what `no_sync` accumulated. One job at a time may
+    save into a folder. ``docs/checkpoint-format.md`` describes the files.
 
     Args:
         path: the run's folder, on a file system that all ranks share.
