@@ -60,6 +60,17 @@ class OneNode:
         """Nothing to undo."""
 
 
+_UNDO = """
+inode=$(stat -L -c %i /run/netns/{name} 2>/dev/null)
+ip netns delete {name} 2>/dev/null
+sleep 0.2 # a process that was about to enter when the name went away
+for process in /proc/[0-9]*; do
+    [ "$(readlink $process/ns/net)" = "net:[$inode]" ] && kill -9 "${{process#/proc/}}"
+done 2>/dev/null
+"""
+"""Removes a namespace's name first, so that nothing enters any more, and then ends what is in it."""
+
+
 class TwoNodes:
     """Two namespaces joined by a veth pair whose ends send at ``rate`` at most.
 
@@ -74,9 +85,7 @@ class TwoNodes:
         """``rate`` in tc's units, such as "1gbit"."""
         self._names = [f"layerzero-{os.getpid()}-{i}" for i in range(2)]
         a, b = self._names
-        undo = "cat >/dev/null; " + "".join(
-            f"ip netns pids {n} 2>/dev/null | xargs -r kill -9; ip netns delete {n} 2>/dev/null; " for n in self._names
-        )
+        undo = "cat >/dev/null; " + "".join(_UNDO.format(name=name) for name in self._names)
         self._watchdog = subprocess.Popen(["sh", "-c", undo], stdin=subprocess.PIPE, start_new_session=True)
         try:
             for name in self._names:
