@@ -31,7 +31,7 @@ def can_make_nodes() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
 
 
-def testbed(tmp_path: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+def run_testbed(tmp_path: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     output = tmp_path / "report.json"
     done = run("testbed", *TINY, "--output", str(output), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def testbed(tmp_path: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
 @pytest.mark.slow
 class TestTestbed:
     def test_one_node(self, tmp_path: Path) -> None:
-        out, report = testbed(tmp_path, "--one-node", "--systems", "hsdp-sync-last", "--micro-batches", "1,2")
+        out, report = run_testbed(tmp_path, "--one-node", "--systems", "hsdp-sync-last", "--micro-batches", "1,2")
         assert "One node" in out and "hsdp-sync-last" in out
         systems = report["systems"]
         assert set(systems) == {"layerzero", "hsdp-sync-last"}
@@ -57,7 +57,7 @@ class TestTestbed:
 
     @pytest.mark.skipif(not can_make_nodes(), reason="needs root, ip and tc")
     def test_two_nodes_send_what_the_formula_says_and_leave_nothing(self, tmp_path: Path) -> None:
-        _, report = testbed(tmp_path, "--systems", "communication", "--micro-batches", "1,2", "--width", "256")
+        _, report = run_testbed(tmp_path, "--systems", "communication", "--micro-batches", "1,2", "--width", "256")
         sent, formula = report["systems"]["layerzero"]["sent_nbytes"], report["configuration"]["formula_sent_nbytes"]
         assert formula == 2 * report["configuration"]["num_parameters"]
         for micro_batches in ("1", "2"):

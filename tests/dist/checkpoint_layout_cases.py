@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero as lz
 from layerzero.parallel.context import ContextParallel, ulysses_attention
-from tests.dist.pipeline_cases import Stages, mesh_of
+from tests.dist.pipeline_cases import Stages, group_of, mesh_of
 from tests.dist.tensor_cases import adam
 from tests.dist.transformer import DIM, HEADS, Attention, Layer, batch_for, loss_of_logits, make_transformer, parallelize
 
@@ -75,13 +75,13 @@ class Piped:
 
     def __init__(self, seed: int, *, data: int, sharding: Any, tied: bool = False, tensor: bool = False) -> None:
         mesh = mesh_of(2, data)
-        self.data_rank, self.data = mesh["dp"].get_local_rank(), data
-        self.group = mesh["pp"].get_group()
+        self.data_rank, self.data = mesh.coordinate("dp"), data
+        self.group = group_of(mesh)
         self.stages = Stages(
             make_transformer(seed), mesh, micro=2, tied=tied, sequence=True if tensor else None, sharding=sharding
         )
         self.optimizer = self.stages.optimizer
-        self.data_group = mesh["dp"].get_group()
+        self.data_group = mesh.zero1.get_group()
 
     @property
     def modules(self) -> list[nn.Module]:

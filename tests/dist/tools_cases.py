@@ -77,7 +77,9 @@ def load_plain(path: str, expected: str, sharding: str) -> dict[str, Any]:
     assert not torch.equal(before["embed.weight"], full["embed.weight"])
     held: dict[str, int] = {}
     for p in model.parameters():
-        held[lz.param_info(p).fqn] = p.numel()
+        info = lz.param_info(p)
+        held[info.fqn] = p.numel() * (2 if info.aliases else 1)  # read, and compared with what it is tied to here
+        held |= dict.fromkeys(info.aliases, p.numel())
     buffers = {name: b.numel() for name, b in model.named_buffers()}
     return {"read": reads.numel, "held": {**held, **buffers}, "total": sum(v.numel() for v in right.values())}
 

@@ -146,6 +146,26 @@ class TestCommit:
         assert (tmp_path / step_name(3) / "a.safetensors").read_bytes() == b"new"
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003"]
 
+    @pytest.mark.parametrize("killed", [False, True])
+    def test_the_old_one_comes_back_if_it_could_not_be_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+    ) -> None:
+        save(tmp_path, 3)
+        original, step = os.rename, tmp_path / step_name(3)
+
+        def rename(source: Path, target: Path) -> None:
+            if target == step and "replaced" not in source.name:
+                raise KeyboardInterrupt if killed else OSError(5, "Input/output error")
+            original(source, target)
+
+        monkeypatch.setattr(os, "rename", rename)
+        with pytest.raises(KeyboardInterrupt if killed else OSError):
+            save(tmp_path, 3, overwrite=True, content=b"new")
+        assert step.exists() is not killed  # a killed process puts nothing back
+        monkeypatch.undo()
+        folders.recover(tmp_path)
+        assert (step / "a.safetensors").read_bytes() != b"new" and latest_step(tmp_path) == 3
+
     def test_the_old_one_goes_after_the_new_one_is_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save(tmp_path, 3)
         seen = []
@@ -158,7 +178,7 @@ class TestCommit:
 
         monkeypatch.setattr(folders, "_delete", delete)
         save(tmp_path, 3, overwrite=True, content=b"new")
-        assert seen == [(".layerzero-tmp-removed-step-00000003", b"new")]
+        assert seen == [(".layerzero-tmp-replaced-step-00000003", b"new")]
 
     @pytest.mark.parametrize(
         ("keep", "left"), [(1, [4]), (2, [4, 20]), (3, [4, 7, 20]), (9, [4, 7, 9, 20]), (None, [4, 7, 9, 20])]
