@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.jobs import ROOT
-from benchmarks.rank import resident_nbytes, trim
+from benchmarks.memory import resident_nbytes, trim
 from benchmarks.systems import FSDP2, LayerZeRO, Place, StateNbytes, System, optimizer_nbytes, storage_nbytes
 from benchmarks.workload import Workload
 

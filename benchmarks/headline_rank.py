@@ -5,7 +5,6 @@ Started by `benchmarks.headline` through torchrun. Writes what it measured as JS
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import time
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 
 import layerzero as lz
 from benchmarks import wan_tensor_parallel
+from benchmarks.memory import resident_nbytes, trim
 from layerzero.module import engine_of
 from layerzero.parallel.context import ContextParallel, parallelize
 
@@ -210,20 +210,6 @@ def saved_for_backward(system: System, batch: dict[str, torch.Tensor]) -> int:
     (output.sum() * 0).backward()
     system.optimizer.zero_grad()
     return sum(held.values())
-
-
-def resident_nbytes(field: str) -> int:
-    """``VmRSS`` or ``VmHWM`` (its peak) of this process."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"no {field} in /proc/self/status")
-
-
-def trim() -> None:
-    """Give freed memory back, so that resident bytes are bytes in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def main(job: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ the process.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -20,22 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.memory import resident_nbytes, trim
 from benchmarks.systems import SYSTEMS, LayerZeRO, Place, System
 from benchmarks.workload import Workload
-
-
-def resident_nbytes(field: str) -> int:
-    """``VmRSS`` or ``VmHWM`` (its peak) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"no {field} in /proc/self/status")
-
-
-def trim() -> None:
-    """Give freed memory back, so that resident bytes are bytes in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 class Rank:

@@ -140,10 +140,7 @@ class AxisComm:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """``out`` [size * n] becomes the ``shard`` [n] of every rank; ``shard`` may be its place in ``out``."""
         self.traffic.add(self.op, self.axis, _nbytes(shard) * (self.size - 1))
-        if out.device.type == "cpu" and self.size <= _FEW:
-            _gather_into_place(out, shard, self.group)
-        else:
-            _all_gather(out, shard, group=self.group)
+        _gather(out, shard, self.group)
 
     def reduce_scatter_mean(
         self, wire: torch.Tensor, accum: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -170,10 +167,7 @@ class AxisComm:
         if not self.traffic._paused:
             self.traffic.counts[self.op, self.axis].num -= 1  # both halves are one all-reduce
         out = torch.empty_like(wire)
-        if out.device.type == "cpu" and self.size <= _FEW:
-            _gather_into_place(out, shard, self.group)
-        else:
-            _all_gather(out, shard, group=self.group)
+        _gather(out, shard, self.group)
         return out.to(dtype)
 
 
@@ -320,6 +314,13 @@ def sum_in_fp32(rows: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     for row in rows[1:]:  # adds without a copy of all rows in fp32, which `sum` makes of half precision
         total.add_(row)
     return total
+
+
+def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if out.device.type == "cpu" and group.size() <= _FEW:
+        _gather_into_place(out, shard, group)
+    else:
+        _all_gather(out, shard, group=group)
 
 
 def _gather_into_place(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
