@@ -35,7 +35,8 @@ from benchmarks.workload import Workload
 
 US = "layerzero"
 PEERS = (
-    "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last", "ddp-zero1", "deepspeed", "deepspeed-hpz",
+    "layerzero-full", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last",
+    "ddp-zero1", "deepspeed", "deepspeed-hpz",
 )  # fmt: skip
 FLOORS = ("compute", "communication")
 

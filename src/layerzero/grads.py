@@ -312,22 +312,14 @@ def attach_grads(unit: Unit, source: GradSource, scale: float = 1.0) -> None:
     A gradient that is already there (no ``zero_grad`` since the last synchronised backward) is added.
     """
     for group in unit.trainable_groups:
-        main_grad = group.take_main_grad()
-        if scale != 1.0:
-            main_grad.mul_(scale)
-        for i, param in enumerate(group.params):
+        for param, local in zip(group.params, group.take_grads(scale), strict=True):
             p = param.sharded
             if not p.requires_grad:
                 continue
-            view = group.grad_view(main_grad, i)
             old = p.grad
             if old is not None and (getattr(old, "carried", False) or not getattr(old, "pending", False)):
-                view.add_(_plain(old))
-            elif not group.layout.axes.sizes and i not in group.with_grad:
-                p.grad = None
-                continue
-            p.grad = GradShard.make(view, param, source)
-        group.with_grad.clear()
+                local = _plain(old) if local is None else local.add_(_plain(old))
+            p.grad = None if local is None else GradShard.make(local, param, source)
 
 
 def attach_pending(unit: Unit, source: GradSource) -> None:

@@ -12,8 +12,9 @@ from torch import nn
 from layerzero.buffers import HandOvers, PackBuffers, TransientBuffer, gather, held_view, pack, poison, views
 from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
-from layerzero.lanes import Event, Lanes
+from layerzero.lanes import DONE, Event, Lanes
 from layerzero.layout import GroupLayout, Range, TensorParallel
+from layerzero.own_grads import OwnGrads
 from layerzero.profiling import span
 from layerzero.tensor_parallel import Spec, TensorRanks, check_replicas
 
@@ -160,6 +161,9 @@ class ParamGroup:
         has_tensor_replicas = self.is_replicated and runtime.tensor is not None and runtime.tensor.rank > 0
         self.counts = not (has_replicas or has_tensor_replicas)  # in norms: one of each set of replicas must
         self.tied_to = params[0].info.tied_to  # then there is one parameter, of which other stages have copies
+        on_host = not runtime.offload_grads or device.type == "cpu"  # where gradients are wanted is where they are
+        has_no_sums = runtime.tensor is None and self.tied_to is None
+        self.own_grads = OwnGrads(len(self.params)) if not axes.sizes and has_no_sums and on_host else None
         self._reduction: _Reduction | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
@@ -249,6 +253,11 @@ class ParamGroup:
         zeroed = [i for i, p in enumerate(self.params) if p.sharded.grad is None or is_zeroed(p.sharded.grad)]
         self.with_grad.difference_update(zeroed)
         grads, is_sum = self._local_grads()
+        if self.own_grads is not None:
+            for param in self.params:
+                param.unsharded.grad = None
+            self.own_grads.add(grads, zeroed)
+            return DONE
         if axes.sizes:
             slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
             out_views, tail = self._views_of_slot(slot, wire)
@@ -392,8 +401,25 @@ class ParamGroup:
         value, self._reduction = self.reduced, None
         return value
 
-    def grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter ``index``'s slice of ``main_grad``, shaped like the sharded parameter."""
+    def take_grads(self, scale: float) -> list[torch.Tensor | None]:
+        """``scale`` times every parameter's synchronised gradient, fp32, shaped like the parameter at rest.
+
+        None where there is certainly none on any rank; call after the reduction's event.
+        """
+        if self.own_grads is not None:
+            sums = self.own_grads.take()
+            present = [s for s in sums if s is not None]
+            if scale != 1.0 and present:
+                torch._foreach_mul_(present, scale)
+            return [None if s is None else s.view(p.sharded.shape) for s, p in zip(sums, self.params, strict=True)]
+        main_grad = self.take_main_grad()
+        if scale != 1.0:
+            main_grad.mul_(scale)
+        held = [i for i in range(len(self.params)) if self.layout.axes.sizes or i in self.with_grad]
+        self.with_grad.clear()
+        return [self._grad_view(main_grad, i) if i in held else None for i in range(len(self.params))]
+
+    def _grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
         offset, held = self._offsets[index]
         return held_view(main_grad, offset, held, len(self.params[index].info.global_shape))
 

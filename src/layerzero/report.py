@@ -26,8 +26,9 @@ class MemoryReport:
         main: fp32 parameters that the optimizer steps.
         model: compute-dtype parameters; 0 where they are the same memory as `main`.
         optimizer: the optimizer's states for Adam (two fp32 values per element of `main`).
-        main_grad: fp32 gradients from a synchronised backward to ``zero_grad``.
-        grad_accum: fp32 gradients held between micro-batches, while accumulating.
+        main_grad: fp32 gradients from a synchronised backward to ``zero_grad``, with the flat buffers' padding, which
+            one rank alone does without.
+        grad_accum: fp32 gradients held between micro-batches, while accumulating; padding likewise.
         unsharded: largest sum of gathered parameters alive at once, in bytes, root unit included.
         padding_ratio: padding over parameter elements.
         persistent: ``main + model + optimizer``.
