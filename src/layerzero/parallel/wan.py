@@ -127,7 +127,7 @@ class SplitNorms(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         num = len(grads)
         tensors, weights = ctx.saved_tensors[: 2 * num : 2], ctx.saved_tensors[1 : 2 * num : 2]
         weighted = [grad * weight for grad, weight in zip(grads, weights, strict=True)]
