@@ -192,8 +192,11 @@ class TestLayouts:
         assert_same_weights(on_two[1], tmp_path)
 
     def test_like_one_rank(self, pool: Pool, tmp_path: Path) -> None:
-        want = pool.run(video_dit_cases.short_training, 1, folder=str(tmp_path / "one"), parts=[{"stop": 4}])[0]
-        parts = [{"tp": 2, "cp": 2, "stop": 1}, {"pp": 2, "cp": 2, "stop": 2}, {"pp": 2, "tp": 2, "stop": 4}]
+        want = pool.run(
+            video_dit_cases.short_training, 1, folder=str(tmp_path / "one"), parts=[{"stop": 4, "micro_batches": 4}]
+        )[0]
+        layouts = [{"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}]
+        parts = [{**layout, "micro_batches": 4, "stop": step + 1} for step, layout in enumerate(layouts)]
         got = pool.run(video_dit_cases.short_training, 4, folder=str(tmp_path / "four"), parts=parts)
         assert_same_training(want, got)
         assert_same_weights(tmp_path / "one", tmp_path / "four")
@@ -201,7 +204,7 @@ class TestLayouts:
     def test_bad_layouts_are_refused(self, pool: Pool) -> None:
         layouts = [
             {"tp": 4},
-            {"pp": 4, "micro_batches": 4},
+            {"pp": 4, "micro_batches": 4, "transformer": TINY.model_dump()},
             {"pp": 4, "micro_batches": 2},
             {"tp": 3},
         ]
