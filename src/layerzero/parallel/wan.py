@@ -128,13 +128,12 @@ class SplitNorms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        num = len(grads)
-        tensors, weights = ctx.saved_tensors[: 2 * num : 2], ctx.saved_tensors[1 : 2 * num : 2]
+        num, saved = len(grads), ctx.saved_tensors  # read once: recomputed tensors are given out once
+        tensors, weights, inverses = saved[: 2 * num : 2], saved[1 : 2 * num : 2], saved[2 * num :]
         weighted = [grad * weight for grad, weight in zip(grads, weights, strict=True)]
         dots = [(g * x).sum(-1, dtype=torch.float32) for g, x in zip(weighted, tensors, strict=True)]
         summed = ctx.ranks.comm.all_reduce_sum(torch.cat(dots, 1)).split([dot.size(1) for dot in dots], 1)
         out: list[torch.Tensor] = []
-        inverses = ctx.saved_tensors[2 * num :]
         for grad, g, dot, x, inverse in zip(grads, weighted, summed, tensors, inverses, strict=True):
             correction = (dot.unsqueeze(-1) * inverse.pow(3) / ctx.width).to(x.dtype)
             out.append(g * inverse.to(x.dtype) - x * correction)
@@ -148,7 +147,7 @@ class SplitNorms(torch.autograd.Function):
 class WanStage(nn.Module):
     """Consecutive blocks of a Wan transformer; the first stage also embeds, the last one projects to latents.
 
-    Parameters keep the whole model's names.
+    Parameters keep the whole model's names. Blocks are recomputed in the backward if the model was set to do so.
     """
 
     def __init__(self, model: Any, index: int, num_stages: int, latent_size: Sequence[int]) -> None:
@@ -166,6 +165,7 @@ class WanStage(nn.Module):
         self.latent_size = tuple(latent_size)
         self.patch_size: tuple[int, ...] = tuple(model.config.patch_size)
         self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self._checkpoint = model._gradient_checkpointing_func if model.gradient_checkpointing else None
         self.rope = model.rope
         if self.is_first:
             self.patch_embedding = model.patch_embedding
@@ -186,7 +186,9 @@ class WanStage(nn.Module):
         tables = self.rope(torch.empty(1, 1, *self.latent_size, device="meta"))  # reads the shape only
         tokens, text, time, modulation = self._embed(*inputs) if self.is_first else inputs
         for block in self.blocks.values():
-            tokens = block(tokens, text, modulation, tables)
+            inputs = (tokens, text, modulation, tables)
+            recompute = self._checkpoint if torch.is_grad_enabled() else None
+            tokens = block(*inputs) if recompute is None else recompute(block, *inputs)
         if self.is_last:
             return self._unpatch(self._head(tokens, time))
         return tokens, *(x.view_as(x) for x in (text, time, modulation))
