@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from layerzero.parallel.context import ContextParallel
 from layerzero.parallel.context.wan import _rotate, _WanHooks
+from layerzero.parallel.wan import SplitNorms
 
 
 def parallelize_wan(model: Any, ranks: ContextParallel) -> list[nn.Parameter]:
@@ -44,6 +45,7 @@ def parallelize_wan(model: Any, ranks: ContextParallel) -> list[nn.Parameter]:
         block.ffn.net[2] = _RowLinear(block.ffn.net[2], ranks)
         block.ffn.register_forward_pre_hook(lambda _, args: (ranks.gather(args[0], 1, hooks.length),))
     model.register_forward_pre_hook(hooks.before_model, with_kwargs=True)
+    model.rope.register_forward_pre_hook(hooks.before_rope)
     model.patch_embedding.register_forward_pre_hook(hooks.before_patches)
     model.patch_embedding.register_forward_hook(hooks.after_patches)
     model.condition_embedder.register_forward_hook(
@@ -76,7 +78,7 @@ class _Processor:
     ) -> torch.Tensor:  # fmt: skip
         tokens = self.ranks.gather(hidden_states, 1, self.hooks.length)
         source = tokens if encoder_hidden_states is None else encoder_hidden_states
-        query, key = _SplitNorms.apply(
+        query, key = SplitNorms.apply(
             self.ranks, attn.norm_q.eps, attn.to_q(tokens), attn.norm_q.weight, attn.to_k(source), attn.norm_k.weight
         )
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(source)))
@@ -108,41 +110,8 @@ def _column(linear: nn.Linear, ranks: ContextParallel) -> nn.Linear:
     return part
 
 
-class _SplitNorms(torch.autograd.Function):
-    """RMS norms over all D of tensors [B, n, D / size] with their weights; one small all-reduce for all, each way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, ranks: ContextParallel, eps: float, *tensors_and_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        tensors, weights = tensors_and_weights[::2], tensors_and_weights[1::2]
-        ctx.ranks, ctx.width = ranks, tensors[0].size(-1) * ranks.size
-        sums = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() for x in tensors]
-        summed = ranks.comm.all_reduce_sum(torch.cat(sums, 1)).split([x.size(1) for x in tensors], 1)
-        inverses = [(total / ctx.width + eps).rsqrt().unsqueeze(-1) for total in summed]
-        ctx.save_for_backward(*tensors_and_weights, *inverses)
-        return tuple(
-            (x * inverse).to(x.dtype) * weight for x, weight, inverse in zip(tensors, weights, inverses, strict=True)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        num = len(grads)
-        tensors, weights = ctx.saved_tensors[: 2 * num : 2], ctx.saved_tensors[1 : 2 * num : 2]
-        weighted = [grad * weight for grad, weight in zip(grads, weights, strict=True)]
-        dots = [(g * x).sum(-1, dtype=torch.float32) for g, x in zip(weighted, tensors, strict=True)]
-        summed = ctx.ranks.comm.all_reduce_sum(torch.cat(dots, 1)).split([dot.size(1) for dot in dots], 1)
-        out: list[torch.Tensor] = []
-        inverses = ctx.saved_tensors[2 * num :]
-        for grad, g, dot, x, inverse in zip(grads, weighted, summed, tensors, inverses, strict=True):
-            correction = (dot.unsqueeze(-1) * inverse.pow(3) / ctx.width).to(x.dtype)
-            out.append(g * inverse.to(x.dtype) - x * correction)
-            out.append((grad * x * inverse.to(x.dtype)).flatten(0, -2).sum(0, dtype=torch.float32).to(x.dtype))
-        return None, None, *out
-
-
 class _LeanNorm(nn.Module):
-    """The model's RMS norm with the code of `_SplitNorms`; torch's keeps four fp32 tensors for the backward on CPUs."""
+    """The model's RMS norm with the code of `SplitNorms`; torch's keeps four fp32 tensors for the backward on CPUs."""
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__()
@@ -151,7 +120,7 @@ class _LeanNorm(nn.Module):
         self.ranks = ContextParallel.of(None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _SplitNorms.apply(self.ranks, self.eps, x, self.weight)[0]
+        return SplitNorms.apply(self.ranks, self.eps, x, self.weight)[0]
 
 
 def use_lean_norms(model: Any) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import layerzero as lz
 from recipes.video_dit.settings import Settings
 
 KEEP = 2
+LAYOUT = {"cp", "tp", "pp", "micro_batches"}  # settings that only say how ranks share the work
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,12 @@ class Checkpoints:
 
     folder: Path
     settings: Settings
+    clips_per_step: int
 
     def restore(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
     ) -> Progress:
-        """Load the latest checkpoint of an unfinished run; nothing where there is none.
+        """Load the latest checkpoint of an unfinished run, however it was split; nothing where there is none.
 
         Raises:
             SystemExit: it was started with other settings.
@@ -49,6 +52,9 @@ class Checkpoints:
                 f"{self.folder.parent} holds an unfinished run (step {step}) with other settings: "
                 f"{', '.join(changed)}. Use these again, choose another --output, or start anew with --fresh."
             )
+        before = loaded.extra.get("clips_per_step", self.clips_per_step)
+        if before != self.clips_per_step and dist.get_rank() == 0:
+            print(f"Note: this run had {before} clips per step so far, now {self.clips_per_step}.", flush=True)
         schedule.load_state_dict(loaded.extra["schedule"])
         return Progress(loaded.step, loaded.extra["losses"])
 
@@ -64,10 +70,13 @@ class Checkpoints:
         progress: Progress,
     ) -> lz.Saved:
         """Snapshot, and write in the background."""
-        extra = {"settings": self._comparable(), "schedule": schedule.state_dict(), "losses": progress.losses}
+        extra = {
+            "settings": self._comparable(), "clips_per_step": self.clips_per_step, "losses": progress.losses,
+            "schedule": schedule.state_dict(),
+        }  # fmt: skip
         return lz.save(
             self.folder, module, optimizer, step=progress.step, extra=extra, keep=KEEP, background=True, overwrite=True
         )
 
     def _comparable(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json")
+        return self.settings.model_dump(mode="json", exclude=LAYOUT)

@@ -1,8 +1,9 @@
-"""The training module: frozen encoders, Wan transformer, flow-matching loss and sampling."""
+"""The training module: frozen encoders, Wan transformer, flow matching and sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import nn
 from torch.nn import functional as F
 
+from layerzero.parallel.wan import WanStage
 from recipes.video_dit.clips import CLIP_FRAMES
 from recipes.video_dit.settings import FlowSettings, SamplingSettings, TransformerSettings
 from recipes.video_dit.text import TEXT_DIM, TextEncoder
@@ -19,6 +21,31 @@ from recipes.video_dit.vae import LATENT_CHANNELS, FrameVAE, load_vae
 NUM_TIMESTEPS = 1000  # noise levels that the transformer can tell apart
 NUM_POSITION_CHANNELS = 3
 LATENT_SHAPE = (LATENT_CHANNELS, CLIP_FRAMES, 9, 16)  # channels, frames, rows, columns
+
+
+@dataclass(frozen=True)
+class FlowBatch:
+    """Clips on their way from data to noise; see `VideoDiffusion.forward`."""
+
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    text_states: torch.Tensor
+    target: torch.Tensor  # of the latents' shape
+
+    @classmethod
+    def join(cls, batches: Sequence[FlowBatch]) -> FlowBatch:
+        """One after the other."""
+        return cls(*(torch.cat([getattr(b, field.name) for b in batches]) for field in fields(cls)))
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Arguments of the model."""
+        return self.latents, self.timesteps, self.text_states
+
+
+def flow_loss(velocity: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean flow-matching loss."""
+    return F.mse_loss(velocity, target)
 
 
 class VideoDiffusion(nn.Module):
@@ -36,7 +63,7 @@ class VideoDiffusion(nn.Module):
         self.flow = flow
         self.vae: FrameVAE = load_vae()
         self.text_encoder = TextEncoder()
-        self.transformer = build_transformer(transformer)
+        self.transformer: WanTransformer3DModel | WanStage = build_transformer(transformer)
         self.register_buffer("positions", position_channels(), persistent=False)
         self._latents: dict[int, torch.Tensor] = {}
         self._text_states: dict[str, torch.Tensor] = {}
@@ -47,14 +74,33 @@ class VideoDiffusion(nn.Module):
         self.text_encoder.eval()
         return self
 
-    def forward(
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Direction from data to noise, fp32 of shape [B, *LATENT_SHAPE].
+
+        Args:
+            inputs: noisy latents [B, *LATENT_SHAPE], timesteps [B] and text states, as `FlowBatch.inputs`. Timesteps
+                are integers because a noise level rounded to bf16 would be another noise level. A stage of a pipeline
+                takes what the one before it returned, and returns what the next one takes.
+        """
+        if isinstance(self.transformer, WanStage):
+            return self.transformer(*(self._with_positions(*inputs) if self.transformer.is_first else inputs))
+        return self.transformer(*self._with_positions(*inputs), return_dict=False)[0].float()
+
+    def _with_positions(
+        self, latents: torch.Tensor, timesteps: torch.Tensor, text_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtype = self.transformer.patch_embedding.weight.dtype
+        positions = self.positions.expand(len(latents), -1, -1, -1, -1)
+        return torch.cat([latents, positions], dim=1).to(dtype), timesteps, text_states.to(dtype)
+
+    def prepare(
         self,
         frames: torch.Tensor,
         captions: Sequence[str],
         clip_ids: Sequence[int],
         generator: torch.Generator,
-    ) -> torch.Tensor:
-        """Mean flow-matching loss.
+    ) -> FlowBatch:
+        """What to train on.
 
         Args:
             frames: uint8 of shape [B, CLIP_FRAMES, 3, 72, 128].
@@ -67,19 +113,7 @@ class VideoDiffusion(nn.Module):
         states = self.encode_captions(["" if drop else text for text, drop in zip(captions, dropped, strict=True)])
         noise = torch.randn(latents.shape, generator=generator, device=latents.device)
         sigmas = (timesteps / NUM_TIMESTEPS).view(-1, 1, 1, 1, 1)
-        velocity = self.velocity((1 - sigmas) * latents + sigmas * noise, timesteps, states)
-        return F.mse_loss(velocity, noise - latents)
-
-    def velocity(self, latents: torch.Tensor, timesteps: torch.Tensor, text_states: torch.Tensor) -> torch.Tensor:
-        """Direction from data to noise, fp32 of shape [B, *LATENT_SHAPE].
-
-        Timesteps are integers because a noise level rounded to bf16 would be another noise level.
-        """
-        dtype = self.transformer.proj_out.weight.dtype
-        positions = self.positions.expand(len(latents), -1, -1, -1, -1)
-        inputs = torch.cat([latents, positions], dim=1).to(dtype)
-        output = self.transformer(inputs, timesteps, text_states.to(dtype), return_dict=False)
-        return output[0].float()
+        return FlowBatch((1 - sigmas) * latents + sigmas * noise, timesteps, states, noise - latents)
 
     def encode_clips(self, frames: torch.Tensor, clip_ids: Sequence[int]) -> torch.Tensor:
         """Latents of shape [B, *LATENT_SHAPE]; encodes only clips that were not seen before."""
@@ -109,7 +143,7 @@ class VideoDiffusion(nn.Module):
         latents = torch.randn((len(captions), *LATENT_SHAPE), generator=generator, device=device)
         for time in scheduler.timesteps:
             timesteps = time.round().long().expand(len(states))
-            guided, free = self.velocity(latents.repeat(2, 1, 1, 1, 1), timesteps, states).chunk(2)
+            guided, free = self(latents.repeat(2, 1, 1, 1, 1), timesteps, states).chunk(2)
             latents = scheduler.step(free + settings.guidance * (guided - free), time, latents, return_dict=False)[0]
         return self.vae.decode(latents.transpose(1, 2))
 

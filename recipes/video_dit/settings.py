@@ -45,11 +45,17 @@ class SamplingSettings(_Section):
 
 
 class Settings(_Section):
-    """A step sees `batch_size` x `micro_batches` x (ranks / `cp`) clips; `cp` ranks share the tokens of each clip."""
+    """A step sees `batch_size` x `micro_batches` x (ranks / (`cp` x `tp` x `pp`)) clips.
+
+    `cp` ranks share the tokens of each clip, `tp` ranks share the weights of each block, and `pp` stages of a pipeline
+    hold consecutive blocks and work on different micro-batches at a time.
+    """
 
     seed: NonNegativeInt = 0
     steps: PositiveInt = 240
     cp: PositiveInt = 1
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
     micro_batches: PositiveInt = 2
     batch_size: PositiveInt = 2
     log_every: PositiveInt = 10

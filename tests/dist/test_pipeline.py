@@ -36,6 +36,15 @@ class TestParity:
         assert all(n > 20_000 for ranks in compared for n in ranks)
 
     @pytest.mark.slow
+    def test_hierarchy(self, pool: Pool) -> None:
+        """Two stages of four ranks: ZeRO-3 groups of two, optimizer states over four."""
+        configuration = {"schedule": "1f1b", "micro": 4, "tied": True, **STRATEGIES["layerzero"]}
+        compared = pool.run(
+            cases.train_cases, 8, pipeline=2, data=4, context=1, configurations=[configuration], timeout=240
+        )
+        assert all(ranks[0] > 5_000 for ranks in compared)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_with_tensor_parallelism(self, pool: Pool, strategy: str) -> None:
         """Two stages of two data-parallel by two tensor-parallel ranks."""

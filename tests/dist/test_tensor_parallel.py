@@ -45,6 +45,13 @@ class TestParity:
         compared = pool.run(cases.train_cases, 8, data=4, context=1, configurations=[configuration], timeout=240)
         assert all(ranks[0] > 10_000 for ranks in compared)
 
+    @pytest.mark.slow
+    def test_hierarchy_with_context_parallelism(self, pool: Pool) -> None:
+        """ZeRO-3 groups are the two context-parallel ranks, optimizer states over the four of dp x cp; tp 2 beside."""
+        configuration = {"sequence": True, "micro": 2, **STRATEGIES["layerzero"]}
+        compared = pool.run(cases.train_cases, 8, data=2, context=2, configurations=[configuration], timeout=240)
+        assert all(ranks[0] > 10_000 for ranks in compared)
+
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_with_context_parallelism(self, pool: Pool, strategy: str) -> None:
         """Two context-parallel by two tensor-parallel ranks: both cut the sequence."""

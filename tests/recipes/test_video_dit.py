@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
+from layerzero.checkpoint import export
 from recipes.video_dit import clips as clips_module
 from recipes.video_dit.batches import DataOrder
 from recipes.video_dit.clips import (
@@ -23,7 +25,7 @@ from recipes.video_dit.clips import (
     load_shots,
     shot_frame_indices,
 )
-from recipes.video_dit.model import LATENT_SHAPE, VideoDiffusion
+from recipes.video_dit.model import LATENT_SHAPE, VideoDiffusion, flow_loss
 from recipes.video_dit.settings import FlowSettings, SamplingSettings, Settings, TransformerSettings
 from recipes.video_dit.text import TEXT_DIM, TextEncoder
 from recipes.video_dit.vae import load_vae, psnr
@@ -118,7 +120,8 @@ def test_model_runs_with_bf16_parameters() -> None:
 
     def loss() -> torch.Tensor:
         captions, ids = [clip.caption for clip in clips], [clip.index for clip in clips]
-        return model(batch, captions, ids, torch.Generator().manual_seed(0))
+        flow = model.prepare(batch, captions, ids, torch.Generator().manual_seed(0))
+        return flow_loss(model(*flow.inputs), flow.target)
 
     exact = loss()
     model.transformer.to(torch.bfloat16)
@@ -133,14 +136,83 @@ def test_model_runs_with_bf16_parameters() -> None:
     assert sampled.shape == (1, CLIP_FRAMES, 3, 72, 128) and sampled.dtype == torch.uint8
 
 
+def weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of the transformer; the last two are kept."""
+    out = folder / f"exported-{step}"
+    export(folder / f"step-{step:08d}", out, overwrite=True)
+    weights = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
+    return {name: tensor for part in weights for name, tensor in part.items() if name.startswith("transformer.")}
+
+
+def assert_same_training(want: dict[str, list[float]], got: list[dict[str, list[float]]]) -> None:
+    for seen in got:
+        assert seen["losses"] == got[0]["losses"] and seen["norms"] == got[0]["norms"]
+        for name, values in want.items():
+            assert seen[name][: len(values)] == pytest.approx(values, rel=1e-4), name
+            assert len(set(values)) == len(values) > 0
+
+
+def assert_same_weights(want: Path, got: Path) -> None:
+    before, after, other = weights_of(want, 3), weights_of(want, 4), weights_of(got, 4)
+    assert len(after) > 40 and other.keys() == after.keys()
+    for name, tensor in after.items():
+        change = torch.linalg.vector_norm(tensor - before[name])
+        assert torch.linalg.vector_norm(other[name] - tensor) < 1e-3 * change, name
+
+
+@pytest.fixture(scope="module")
+def on_two(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[float]], Path]:
+    """Two data-parallel ranks: what they saw, and their checkpoints."""
+    folder = tmp_path_factory.mktemp("on_two")
+    return pool.run(video_dit_cases.short_training, 2, folder=str(folder), parts=[{"stop": 4}])[0], folder
+
+
 @pytest.mark.dist
-def test_context_parallel_ranks_train_like_fewer_ranks(pool: Pool) -> None:
-    """Four ranks of which two share each clip have the losses, norms and samples of two ranks."""
-    plain = pool.run(video_dit_cases.short_training, 2, cp=1)[0]
-    shared = pool.run(video_dit_cases.short_training, 4, cp=2)
-    assert shared[0] == shared[1]
-    for name, values in plain.items():
-        assert shared[0][name] == pytest.approx(values, rel=1e-4) and len(set(values)) == len(values) > 1
+class TestLayouts:
+    """However four ranks split the transformer, they train like fewer ranks with whole ones, and go on as others."""
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            [{"cp": 2, "stop": 4}],
+            [{"tp": 2, "stop": 2}, {"pp": 2, "stop": 4}],
+            [{"pp": 2, "stop": 2}, {"tp": 2, "stop": 4}],
+        ],
+        ids=["cp", "tp-pp", "pp-tp"],
+    )
+    def test_like_two_ranks(
+        self,
+        pool: Pool,
+        on_two: tuple[dict[str, list[float]], Path],
+        tmp_path: Path,
+        parts: list[dict[str, int]],
+    ) -> None:
+        got = pool.run(video_dit_cases.short_training, 4, folder=str(tmp_path), parts=parts)
+        assert_same_training(on_two[0], got)
+        assert_same_weights(on_two[1], tmp_path)
+
+    def test_like_one_rank(self, pool: Pool, tmp_path: Path) -> None:
+        want = pool.run(
+            video_dit_cases.short_training, 1, folder=str(tmp_path / "one"), parts=[{"stop": 4, "micro_batches": 4}]
+        )[0]
+        layouts = [{"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}]
+        parts = [{**layout, "micro_batches": 4, "stop": step + 1} for step, layout in enumerate(layouts)]
+        got = pool.run(video_dit_cases.short_training, 4, folder=str(tmp_path / "four"), parts=parts)
+        assert_same_training(want, got)
+        assert_same_weights(tmp_path / "one", tmp_path / "four")
+
+    def test_bad_layouts_are_refused(self, pool: Pool) -> None:
+        layouts = [
+            {"tp": 4},
+            {"pp": 4, "micro_batches": 4, "transformer": TINY.model_dump()},
+            {"pp": 4, "micro_batches": 2},
+            {"tp": 3},
+        ]
+        for heads, layers, micro_batches, world in pool.run(video_dit_cases.refusals, 4, layouts=layouts):
+            assert "num_attention_heads = 2" in heads and "tp = 4" in heads
+            assert "2 blocks can't be split into 4 stages" in layers
+            assert "2 micro-batches for pp = 4" in micro_batches
+            assert "does not divide the world size of 4" in world
 
 
 SHORT = {

@@ -36,13 +36,13 @@ def build_and_remember(*args):
     return trainer
 
 
-def check_and_sample(trainer, settings):
+def check_and_sample(trainer, settings, *args):
     changed = {name for name, value in fingerprints(trainer).items() if value != before[name]}
     assert changed == {"transformer"}, f"changed by training: {changed}"
     clips = [[clip.index for clip in trainer.order.micro_batch(0, index)] for index in range(settings.micro_batches)]
     facts = {"changed": sorted(changed), "clips": clips}
     (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(facts), encoding="utf-8")
-    return sample_held_out(trainer, settings)
+    return sample_held_out(trainer, settings, *args)
 
 
 train.build_trainer = build_and_remember

@@ -61,6 +61,7 @@ def parallelize_wan(model: Any, context: ContextParallel) -> None:
         block.attn1.set_processor(UlyssesWanProcessor(context))
     hooks = _WanHooks(context, tuple(model.config.patch_size))
     model.register_forward_pre_hook(hooks.before_model, with_kwargs=True)
+    model.rope.register_forward_pre_hook(hooks.before_rope)
     model.patch_embedding.register_forward_pre_hook(hooks.before_patches)
     model.patch_embedding.register_forward_hook(hooks.after_patches)
     model.rope.register_forward_hook(hooks.after_rope)
@@ -78,20 +79,23 @@ class _WanHooks:
         self.num_unchecked = NUM_CHECKED_FORWARDS
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the number of tokens; split one timestep per token."""
+        """Compare inputs; split one timestep per token."""
         names = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image", "return_dict")
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if self.num_unchecked:
             self.num_unchecked -= 1
             self.context.check_alike({name: kwargs.get(name) for name in names[:4]})
-        frames, *sides = kwargs["hidden_states"].shape[2:]
+        if kwargs["timestep"].ndim == 2:
+            kwargs["timestep"] = self.context.split(kwargs["timestep"], 1)
+        return (), kwargs
+
+    def before_rope(self, module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        """Note the number of tokens; the first thing to be called, also in a stage of a pipeline."""
+        frames, *sides = args[0].shape[2:]
         self.tokens_per_frame = math.prod(n // p for n, p in zip(sides, self.patch_size[1:], strict=True))
         self.length = frames // self.patch_size[0] * self.tokens_per_frame
         if self.length < self.context.size:
             raise ShardingError(f"{self.length} tokens can't be split over {self.context.size} context-parallel ranks")
-        if kwargs["timestep"].ndim == 2:
-            kwargs["timestep"] = self.context.split(kwargs["timestep"], 1)
-        return (), kwargs
 
     def _frames(self) -> tuple[int, int]:
         """First and last + 1 of the frames (of patches) that hold local tokens."""

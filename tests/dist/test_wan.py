@@ -1,0 +1,22 @@
+"""`parallelize_wan` beyond what the video recipe's tests of layouts show."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import wan_cases as cases
+from tests.dist.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def test_recomputed_blocks(pool: Pool) -> None:
+    for compared, num_forwards in pool.run(cases.recomputing_case, 4):
+        assert compared > 5_000 and num_forwards == 2 * cases.MICRO
+
+
+def test_refusals(pool: Pool) -> None:
+    for heads, blocks, size in pool.run(cases.refusals_case, 4):
+        assert "num_attention_heads = 2" in heads and "tp = 4" in heads
+        assert "3 blocks can't be split into 4 stages" in blocks
+        assert "latent_size" in size
