@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -35,13 +36,18 @@ def run(request: dict[str, Any]) -> object:
         timeout=timedelta(seconds=request["timeout"]),
     )  # fmt: skip
     try:
+        dist.barrier()  # a rank that is done early would close connections that others still make
         return function(**request["kwargs"])
     finally:
         # DTensor's caches hold meshes that equal the next world's but name process groups of this one.
         torch.distributed.tensor.debug._clear_sharding_prop_cache()
         gc.collect()
         gc.freeze()  # what is left are modules: walking them again after every case takes most of its time
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        # Gloo ends a connection by waiting 10 ms for its thread to look up: not while the pool waits.
+        threading.Thread(target=groups.clear).start()
+        del groups
 
 
 def serve(channel: socket.socket) -> None:
