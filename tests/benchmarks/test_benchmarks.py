@@ -8,18 +8,62 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.benchmarks import system_cases
+from tests.dist.pool import Pool
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **options)
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = start(module, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+ONE_BY_ONE = {
+    "host_cost": ["--world-sizes", "8,16", "--units", "3", "--repeats", "1"],
+    "one_process": ["--rounds", "2", "--layers", "1", "--width", "64"],
+    "gpu": ["--small", "--no-tests", "--steps", "2"],
+}
+"""Scripts that run their systems one by one, each in a single process, and so leave cores to each other."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, subprocess.Popen[str]]]]:
+    """All of `ONE_BY_ONE` at once: the folder of their reports and logs, and their processes."""
+    folder = tmp_path_factory.mktemp("one_by_one")
+    processes = {}
+    for name, arguments in ONE_BY_ONE.items():
+        with (folder / f"{name}.txt").open("w") as log:
+            output = str(folder / f"{name}.json")
+            processes[name] = start(name, *arguments, "--output", output, stdout=log, stderr=subprocess.STDOUT)
+    yield folder, processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def report_of(started: tuple[Path, dict[str, subprocess.Popen[str]]]) -> Callable[[str], dict[str, Any]]:
+    folder, processes = started
+
+    def report(name: str) -> dict[str, Any]:
+        assert processes[name].wait() == 0, (folder / f"{name}.txt").read_text()
+        return json.loads((folder / f"{name}.json").read_text())
+
+    return report
 
 
 TINY = ["--rounds", "1", "--layers", "2", "--width", "64", "--sequence", "16", "--vocabulary", "64"]
@@ -57,7 +101,7 @@ class TestTestbed:
 
     @pytest.mark.skipif(not can_make_nodes(), reason="needs root, ip and tc")
     def test_two_nodes_send_what_the_formula_says_and_leave_nothing(self, tmp_path: Path) -> None:
-        _, report = run_testbed(tmp_path, "--systems", "communication", "--micro-batches", "1,2", "--width", "256")
+        _, report = run_testbed(tmp_path, "--systems", "layerzero", "--micro-batches", "1,2", "--width", "256")
         sent, formula = report["systems"]["layerzero"]["sent_nbytes"], report["configuration"]["formula_sent_nbytes"]
         assert formula == 2 * report["configuration"]["num_parameters"]
         for micro_batches in ("1", "2"):
@@ -71,11 +115,18 @@ class TestTestbed:
         assert done.returncode != 0 and "ddp-zero9" in done.stderr
 
 
-def test_host_cost(tmp_path: Path) -> None:
-    output = tmp_path / "report.json"
-    done = run("host_cost", "--world-sizes", "8,16", "--units", "3", "--repeats", "1", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["rows"]
+def test_every_system_trains(pool: Pool) -> None:
+    """All but DeepSpeed's; together their ranks hold at least fp32 parameters and two fp32 states."""
+    numel = sum(p.numel() for p in system_cases.WORK.model("meta").parameters())
+    ranks = pool.run(system_cases.two_steps, 4)
+    assert {"layerzero", "fsdp2", "hsdp-sync-last", "ddp-zero1", "compute", "communication"} <= set(ranks[0])
+    for name in set(ranks[0]) - {"compute", "communication"}:
+        params, optimizer = (sum(held) for held in zip(*(rank[name] for rank in ranks), strict=True))
+        assert params >= 4 * numel and optimizer >= 8 * numel, name
+
+
+def test_host_cost(report_of: Callable[[str], dict[str, Any]]) -> None:
+    rows = report_of("host_cost")["rows"]
     assert [(r["system"], r["world_size"]) for r in rows] == [
         ("layerzero", 8), ("hsdp", 8), ("plain", 8), ("layerzero", 16), ("hsdp", 16),
     ]  # fmt: skip
@@ -84,18 +135,12 @@ def test_host_cost(tmp_path: Path) -> None:
         assert (row["collectives_seconds"] > 0) is (row["system"] != "plain")
 
 
-def test_one_process(tmp_path: Path) -> None:
-    output = tmp_path / "report.json"
-    done = run("one_process", "--rounds", "2", "--layers", "1", "--width", "64", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(output.read_text())
+def test_one_process(report_of: Callable[[str], dict[str, Any]]) -> None:
+    report = report_of("one_process")
     assert report["median_ratio"] > 0 and [len(v) for v in report["seconds"].values()] == [2, 2]
 
 
-def test_gpu_script_on_the_cpu(tmp_path: Path) -> None:
-    output = tmp_path / "report.json"
-    done = run("gpu", "--small", "--no-tests", "--steps", "2", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    systems = json.loads(output.read_text())["systems"]
+def test_gpu_script_on_the_cpu(report_of: Callable[[str], dict[str, Any]]) -> None:
+    systems = report_of("gpu")["systems"]
     assert len(systems) == 6 and all(s["seconds"] > 0 and s["params_nbytes"] > 0 for s in systems.values())
     assert systems["layerzero of 8"]["optimizer_nbytes"] < systems["plain"]["optimizer_nbytes"] / 6

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import layerzero as lz
 from layerzero.parallel.context import ContextParallel, parallelize
@@ -150,8 +151,6 @@ def llama_sequences() -> None:
 
 def other_language_models() -> None:
     """Sliding windows with 5 heads; embeddings given instead of tokens; a base model without a head; a tuple output."""
-    from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(1)
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import LatteTransformer3DModel, WanTransformer3DModel
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerzero as lz
 from tests.dist.parity import Batches, Setup, Training, compare, lane_context, rank_and_size, reference, sharded
@@ -19,8 +21,6 @@ MICRO, RANKS, STEPS = 2, 4, 3
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=67, hidden_size=24, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True, use_cache=False,
@@ -29,8 +29,6 @@ def llama() -> nn.Module:
 
 
 def wan() -> nn.Module:
-    from diffusers import WanTransformer3DModel
-
     return WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=3, out_channels=3, text_dim=10,
         freq_dim=16, ffn_dim=40, num_layers=3, cross_attn_norm=True, rope_max_seq_len=16,
@@ -38,8 +36,6 @@ def wan() -> nn.Module:
 
 
 def latte() -> nn.Module:
-    from diffusers import LatteTransformer3DModel
-
     return LatteTransformer3DModel(
         num_attention_heads=2, attention_head_dim=12, in_channels=3, out_channels=3, num_layers=2,
         cross_attention_dim=24, attention_bias=False, sample_size=4, patch_size=2, activation_fn="gelu-approximate",

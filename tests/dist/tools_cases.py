@@ -15,6 +15,7 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.checkpoint.storage import TensorFile
+from tests.dist import test_real_models as models
 from tests.dist.models import Block, OddModel, token_loss, tokens_for
 
 
@@ -124,8 +125,6 @@ def save_and_load_without_pickle(folder: str) -> None:
 
 def train_pretrained(folder: str, kind: str) -> dict[str, str]:
     """Shards and saves a model of transformers or diffusers; returns checksums of its weights by name."""
-    from tests.dist import test_real_models as models
-
     torch.manual_seed(1)
     build: Callable[[], Any] = getattr(models, kind)
     model, loss = build(), {"llama": models.llama_loss, "wan": models.video_loss}[kind]

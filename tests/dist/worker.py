@@ -1,7 +1,8 @@
-"""One process of the pool: runs functions it is told by name, in a process group made for the call.
+"""Processes of the pool: a parent that imports what cases need, and the ranks forked from it.
 
-Requests and replies are JSON lines. The reply channel is the original stdout; whatever a case prints goes
-to stderr.
+The parent reads requests from a socket: to import a module, or to fork a rank, with the rank's own socket. A rank runs
+functions it is told by name, in a process group made for the call. Importing once in the parent takes seconds off
+every rank, also off those that replace killed ones. Messages are JSON lines; whatever a case prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import gc
 import importlib
 import json
 import os
+import socket
 import sys
+import threading
 import traceback
 from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo  # an optimizer imports it
+import torch.distributed as dist
+import torch.distributed.tensor.debug
 
 
-def run(request: dict) -> object:
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.tensor.debug
-
+def run(request: dict[str, Any]) -> object:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(request["module"]), request["function"])
@@ -31,27 +36,60 @@ def run(request: dict) -> object:
         timeout=timedelta(seconds=request["timeout"]),
     )  # fmt: skip
     try:
+        dist.barrier()  # a rank that is done early would close connections that others still make
         return function(**request["kwargs"])
     finally:
-        gc.collect()
         # DTensor's caches hold meshes that equal the next world's but name process groups of this one.
         torch.distributed.tensor.debug._clear_sharding_prop_cache()
+        gc.collect()
+        gc.freeze()  # what is left are modules: walking them again after every case takes most of its time
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        # Gloo ends a connection by waiting 10 ms for its thread to look up: not while the pool waits.
+        threading.Thread(target=groups.clear).start()
+        del groups
 
 
-def main() -> None:
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
+def serve(channel: socket.socket) -> None:
+    """One rank, until the pool closes its end."""
+    with channel, channel.makefile("rw") as lines:
+        for line in lines:
+            try:
+                reply = {"value": run(json.loads(line))}
+            except BaseException:
+                reply = {"error": traceback.format_exc()}
+            lines.write(json.dumps(reply) + "\n")
+            lines.flush()
+            if "error" in reply:
+                return  # collectives may be left half-way: the pool starts a new process
+
+
+def main(control: socket.socket) -> None:
     os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            reply = {"value": run(json.loads(line))}
-        except BaseException:
-            reply = {"error": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-        if "error" in reply:
-            os._exit(1)  # collectives may be left half-way: the pool starts a new process
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, 1 << 16, 1)
+        if not message:
+            return
+        reply: dict[str, Any] = {}
+        if descriptors:
+            # No rank that died is waited for: its number stays its own for as long as the pool may want to kill it.
+            reply["pid"] = os.fork()
+            if reply["pid"] == 0:
+                control.close()
+                try:
+                    serve(socket.socket(fileno=descriptors[0]))
+                finally:
+                    os._exit(0)
+            os.close(descriptors[0])
+        else:
+            try:
+                importlib.import_module(json.loads(message)["module"])
+            except BaseException:
+                reply["error"] = traceback.format_exc()
+            gc.collect()
+            gc.freeze()
+        control.sendall(json.dumps(reply).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(socket.socket(fileno=int(sys.argv[1])))

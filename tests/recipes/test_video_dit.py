@@ -30,10 +30,9 @@ from recipes.video_dit.settings import FlowSettings, SamplingSettings, Settings,
 from recipes.video_dit.text import TEXT_DIM, TextEncoder
 from recipes.video_dit.vae import load_vae, psnr
 from tests.dist.pool import Pool
-from tests.recipes import video_dit_cases
+from tests.recipes import main_job_cases, video_dit_cases
 
 RECIPE = Path(clips_module.__file__).parent
-JOB = Path(__file__).with_name("video_dit_job.py")
 TINY = TransformerSettings(num_layers=2, num_heads=2, head_dim=16, ffn_dim=64, patch_size=(4, 3, 4))
 
 
@@ -227,16 +226,21 @@ SHORT = {
 }
 
 
-def start_main_job(folder: Path) -> subprocess.Popen[str]:
+def arguments_of(folder: Path) -> dict[str, str]:
     config = folder / "settings.yaml"
     config.write_text(json.dumps(SHORT), encoding="utf-8")  # JSON is YAML
+    return {"config": str(config), "engine": str(RECIPE / "layerzero.yaml"), "output": str(folder / "out")}
+
+
+def start_main_job(folder: Path) -> subprocess.Popen[str]:
     with open(folder / "log.txt", "w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-            + ["--max-restarts", "1", str(JOB), str(config), str(RECIPE / "layerzero.yaml"), str(folder / "out")],
+            + ["--max-restarts", "1", str(main_job_cases.JOB), *arguments_of(folder).values()],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # see Makefile
+            env=os.environ  # see Makefile; on the CPU, like the run that it is compared with
+            | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
 
 
@@ -247,10 +251,10 @@ def metrics_of(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def main_job(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("main_job")
-    assert start_main_job(folder).wait(timeout=170) == 0, (folder / "log.txt").read_text()[-8000:]
+    pool.run(main_job_cases.main_job, 4, timeout=170, **arguments_of(folder))
     return folder / "out"
 
 
