@@ -56,24 +56,30 @@ def views(flat: torch.Tensor, layout: GroupLayout) -> list[torch.Tensor]:
     return [flat[r.start : r.stop].view(shape) for r, shape in zip(layout.params, layout.shapes, strict=True)]
 
 
-def gather(
-    out: torch.Tensor, shard: torch.Tensor, layout: GroupLayout, rank: int, comms: Mapping[int, AxisComm], axes: range
-) -> None:
-    """All-gather from degree ``axes.stop`` to degree ``axes.start``, outermost axis first.
+class Gather:
+    """All-gathers of one layout between two degrees, outermost axis first.
 
-    Args:
-        out: 1-D buffer of degree ``axes.start``; intermediate pieces are gathered in place inside it.
-        shard: this rank's 1-D slice of degree ``axes.stop``, of the same dtype; may be its place in ``out``.
-        axes: the axes to gather over; none copies.
+    Intermediate pieces are gathered in place inside the result. Where they lie is worked out once.
     """
-    base = layout.slice(rank, axes.start).start
-    for axis in reversed(axes):
-        place = layout.slice(rank, axis).shift(-base)
-        piece = out[place.start : place.stop]
-        comms[axis].all_gather(piece, shard)
-        shard = piece
-    if not axes and out.data_ptr() != shard.data_ptr():
-        out.copy_(shard)
+
+    def __init__(self, layout: GroupLayout, rank: int, comms: Mapping[int, AxisComm], axes: range) -> None:
+        """From degree ``axes.stop`` to degree ``axes.start``; no axes copy."""
+        base = layout.slice(rank, axes.start).start
+        self._moves: list[tuple[AxisComm, Range]] = []
+        for axis in reversed(axes):
+            self._moves.append((comms[axis], layout.slice(rank, axis).shift(-base)))
+
+    def __call__(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill ``out``, 1-D of the lower degree, from ``shard``, this rank's 1-D slice of the higher one.
+
+        Both have the same dtype; ``shard`` may be its place in ``out``.
+        """
+        for comm, place in self._moves:
+            piece = out[place.start : place.stop] if place.numel < out.numel() else out
+            comm.all_gather(piece, shard)
+            shard = piece
+        if not self._moves and out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
 
 
 def pack(grads: Sequence[torch.Tensor | None], out_views: Sequence[torch.Tensor], tail: torch.Tensor) -> None:

@@ -362,6 +362,16 @@ def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor |
         total = rows.sum(0, dtype=torch.float32)
         out.copy_(total.mul_(scale) if accum is None else torch.add(accum, total, alpha=scale, out=total))
         return
+    if out.numel() <= _CHUNK_NUMEL // 4:  # as few operations as possible: their number is what counts
+        total = rows[0].to(torch.float32, copy=True)
+        for row in rows[1:]:
+            total.add_(row)
+        if accum is not None:
+            torch.add(accum, total, alpha=scale, out=total)
+            out.copy_(total)
+        else:
+            torch.mul(total, scale, out=out) if is_fp32 else out.copy_(total.mul_(scale))
+        return
     buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
     chunks = [row.split(_CHUNK_NUMEL) for row in rows]
     accums = None if accum is None else accum.split(_CHUNK_NUMEL)

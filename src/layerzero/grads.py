@@ -159,9 +159,14 @@ class GradShard(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # optimizers ask every gradient whether it is sparse: a tenth of their host time
+            with torch._C.DisableTorchFunctionSubclass():
+                answer = func(*args)
+            if not isinstance(answer, torch.Tensor):
+                return answer
         kwargs = kwargs or {}
         shards = _shards_in(args) + _shards_in(tuple(kwargs.values()))
-        name = getattr(func, "__name__", "")
         if any(s.pending for s in shards):
             return _on_pending(func, name, shards, args, kwargs)
         if func in _NORMS:

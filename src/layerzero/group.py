@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.buffers import HandOvers, PackBuffers, TransientBuffer, gather, held_view, pack, poison, views
+from layerzero.buffers import Gather, HandOvers, PackBuffers, TransientBuffer, held_view, pack, poison, views
 from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import DONE, Event, Lanes
@@ -154,6 +154,10 @@ class ParamGroup:
             param.unsharded = nn.Parameter(seen, requires_grad=self.trainable)
         self.free()
         self._make_sharded()
+        between = range(axes.num_params, axes.num_optimizer if self.trainable else axes.num_params)
+        self._main_start = self.slice.start - layout.slice(runtime.rank, axes.num_params).start  # its place in `model`
+        self._gather_model = Gather(layout, runtime.rank, runtime.comms.refresh, between)
+        self._gather_unsharded = Gather(layout, runtime.rank, runtime.comms.unshard, range(axes.num_params))
         self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
         self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
         self.is_replicated = runtime.tensor is not None and not any(is_cut(p.info) for p in self.params)
@@ -213,12 +217,9 @@ class ParamGroup:
     def refresh(self) -> None:
         """Lane job: rebuild `model` from every rank's `main`."""
         assert self.main is not None
-        axes = self.layout.axes
-        between = range(axes.num_params, axes.num_optimizer)
-        start = self.slice.start - self.layout.slice(self._rt.rank, axes.num_params).start
-        mine = self.model[start : start + self.main.numel()]
+        mine = self.model[self._main_start : self._main_start + self.main.numel()]
         mine.copy_(self.main)  # straight into its place
-        gather(self.model, mine, self.layout, self._rt.rank, self._rt.comms.refresh, between)
+        self._gather_model(self.model, mine)
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -227,8 +228,7 @@ class ParamGroup:
         if self._transient is None:
             return
         self._transient.alloc()
-        axes = range(self.layout.axes.num_params)
-        gather(self.unsharded, self.model, self.layout, self._rt.rank, self._rt.comms.unshard, axes)
+        self._gather_unsharded(self.unsharded, self.model)
 
     def free(self) -> None:
         """Lane job: give the gathered bytes back."""

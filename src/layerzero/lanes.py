@@ -265,6 +265,11 @@ class Lanes:
         """Lanes that are streams of ``module``."""
         return cls(*(StreamLane(module, device) for _ in _NAMES), poison=False, device=device, module=module)
 
+    @property
+    def are_threads(self) -> bool:
+        """Whether lanes are threads beside the one that computes, on the host."""
+        return self.clock is not None
+
     def compute(self) -> Event:
         """An event for all compute issued so far by the calling thread."""
         if self.module is None:

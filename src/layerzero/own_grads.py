@@ -18,20 +18,13 @@ class OwnGrads:
         self._sums: list[torch.Tensor | None] = [None] * count
 
     def add(self, grads: Sequence[torch.Tensor | None], zeroed: Iterable[int]) -> None:
-        """Add full-shape gradients, any dtype, to the fp32 sums; those at ``zeroed`` start anew."""
+        """Add full-shape gradients, strided and of any dtype, to the fp32 sums; those at ``zeroed`` start anew."""
         for i in zeroed:
             self._sums[i] = None
         for i, grad in enumerate(grads):
-            if grad is None:
-                continue
-            grad, total = grad.detach(), self._sums[i]  # it has a graph after backward(create_graph=True)
-            if total is not None:
-                total.add_(grad)
-            elif grad.dtype is torch.float32 and grad.is_contiguous() and not grad.is_sparse:
-                self._sums[i] = grad
-            else:
-                dense = grad.to_dense() if grad.is_sparse else grad
-                self._sums[i] = dense.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            total = self._sums[i]
+            if grad is not None:
+                self._sums[i] = grad.to(torch.float32).contiguous() if total is None else total.add_(grad)
 
     def take(self) -> list[torch.Tensor | None]:
         """The sums, full-shape fp32 and contiguous; None where no gradient arrived since the last call."""

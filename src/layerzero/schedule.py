@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class Schedule:
         self._trace: dict[bool, list[Unit]] = {True: [], False: []}
         self._position = {True: 0, False: 0}
         self._last_demand: tuple[Unit, bool] | None = None
-        self._num_allocated = 0  # written by the unshard lane only
+        self._num_allocated = 0
+        self._allocated_lock = threading.Lock()  # the unshard lane and the compute thread count
 
     # ------------------------------------------------------------------ passes
 
@@ -144,6 +146,7 @@ class Schedule:
             return
         if unit.registered:
             unit.register_sharded()
+        was_gathered = unit.phase is Phase.UNSHARDED
         unit.phase = Phase.SHARDED
         self._live.remove(unit)
         if unit in self._prefetched:  # nobody came for it; a left-over entry would free a later use under way
@@ -156,10 +159,19 @@ class Schedule:
         def free() -> None:
             for group in unit.groups:
                 group.free()
-            if not unit.is_root:
-                self._num_allocated -= 1
+            self._count_allocated(unit, -1)
 
-        self._lanes.unshard.run(free, after=[self._lanes.compute()])
+        if was_gathered and self._lanes.are_threads:  # compute is done with it when its calls return
+            free()
+        else:
+            self._lanes.unshard.run(free, after=[self._lanes.compute()])
+
+    def _count_allocated(self, unit: Unit, change: int) -> None:
+        if unit.is_root:
+            return
+        with self._allocated_lock:
+            self._num_allocated += change
+            self._traffic.peak_unsharded_units = max(self._traffic.peak_unsharded_units, self._num_allocated)
 
     # ------------------------------------------------------------------ order and prefetch
 
@@ -215,9 +227,7 @@ class Schedule:
             with span("unshard", unit.name):
                 if check is not None:
                     check.compare(unit.index)
-                if not unit.is_root:
-                    self._num_allocated += 1
-                    self._traffic.peak_unsharded_units = max(self._traffic.peak_unsharded_units, self._num_allocated)
+                self._count_allocated(unit, 1)
                 for group in unit.groups:
                     group.unshard()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.buffers import gather, views
+from layerzero.buffers import Gather, views
 from layerzero.engine import Engine
 from layerzero.errors import ShardingError
 from layerzero.group import ParamGroup, ParamInfo
@@ -36,10 +36,10 @@ def gather_full(engine: Engine, group: ParamGroup) -> torch.Tensor:
     full = source.new_empty(group.layout.numel)
 
     def outer_job() -> None:
-        gather(partial, source, group.layout, rank, group.comms.refresh, range(axes.num_params, num_axes))
+        Gather(group.layout, rank, group.comms.refresh, range(axes.num_params, num_axes))(partial, source)
 
     def inner_job() -> None:
-        gather(full, partial, group.layout, rank, group.comms.unshard, range(axes.num_params))
+        Gather(group.layout, rank, group.comms.unshard, range(axes.num_params))(full, partial)
 
     # On the lanes that own these process groups, so that the order of collectives is the engine's.
     done = engine.lanes.refresh.run(outer_job, after=[engine.lanes.compute()])

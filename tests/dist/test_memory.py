@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import layerzero as lz
 from layerzero.buffers import TransientBuffer
+from layerzero.lanes import Lanes
 from layerzero.module import engine_of
 from tests.dist.formulas import Strategy, expected_memory
 from tests.dist.models import Block, OddModel
@@ -179,11 +180,12 @@ class Chain(nn.Module):
         return x
 
 
-def peak_case(options: dict[str, Any]) -> list[list[int]]:
+def peak_case(options: dict[str, Any], in_order: bool = False) -> list[list[int]]:
     """Per step: most units gathered at once beside the root (measured, counted), most bytes, and the report's."""
     rank, _ = rank_and_size()
     model = Chain()
     live: dict[int, int] = {}
+    lock = threading.Lock()
     peak = {"units": 0, "nbytes": 0}
     alloc, free = TransientBuffer.alloc, TransientBuffer.free
     lz.shard(model, units=[Block], **options)
@@ -192,19 +194,23 @@ def peak_case(options: dict[str, Any]) -> list[list[int]]:
 
     def counting_alloc(self: TransientBuffer) -> None:
         assert self.flat.untyped_storage().nbytes() == 0, "gathered twice"
-        alloc(self)
-        live[id(self)] = self.flat.untyped_storage().nbytes()
-        peak["units"] = max(peak["units"], len(live.keys() - roots))
-        peak["nbytes"] = max(peak["nbytes"], sum(live.values()))
+        with lock:
+            alloc(self)
+            live[id(self)] = self.flat.untyped_storage().nbytes()
+            peak["units"] = max(peak["units"], len(live.keys() - roots))
+            peak["nbytes"] = max(peak["nbytes"], sum(live.values()))
 
     def counting_free(self: TransientBuffer) -> None:
-        free(self)
-        assert self.flat.untyped_storage().nbytes() == 0
-        live.pop(id(self), None)
+        with lock:
+            free(self)
+            assert self.flat.untyped_storage().nbytes() == 0
+            live.pop(id(self), None)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(TransientBuffer, "alloc", counting_alloc)
     patch.setattr(TransientBuffer, "free", counting_free)
+    if in_order:  # as on a stream, so that how far gathers run ahead does not depend on the threads' timing
+        patch.setattr(Lanes, "are_threads", False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     found = []
     try:
@@ -227,11 +233,13 @@ def peak_case(options: dict[str, Any]) -> list[list[int]]:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_units_gathered_at_once(pool: Pool, depth: int, timing: str) -> None:
     options = {"sharding": "zero3", "prefetch_depth": depth, "backward_prefetch": timing}
-    first, *steady = pool.run(peak_case, 2, options=options)[0]
+    first, *steady = pool.run(peak_case, 2, options=options, in_order=True)[0]
     assert first[:2] == [1, 1]  # no order is known yet, so nothing is gathered ahead
     for measured, counted, nbytes, reported in steady:
         assert measured == counted == 1 + depth
         assert nbytes == reported
+    for measured, counted, nbytes, reported in pool.run(peak_case, 2, options=options)[0]:
+        assert 1 <= measured <= counted <= 1 + depth and nbytes <= reported
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2"])
