@@ -263,6 +263,7 @@ def _deepspeed(**options) -> Callable[[Workload, Place], System]:
 SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "layerzero": LayerZeRO,
     "layerzero-full": lambda w, p: LayerZeRO(w, p, accumulate="full"),
+    "zero1": lambda w, p: LayerZeRO(w, p, sharding="zero1"),
     "fsdp2": lambda w, p: FSDP2(w, p, (p.world_size,)),
     "fsdp2-node": lambda w, p: FSDP2(w, p, (p.world_size,), reshard_after_forward=p.ranks_per_node),
     "hsdp-allreduce-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="all_reduce"),

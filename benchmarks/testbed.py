@@ -35,7 +35,7 @@ from benchmarks.workload import Workload
 
 US = "layerzero"
 PEERS = (
-    "layerzero-full", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last",
+    "layerzero-full", "zero1", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last",
     "ddp-zero1", "deepspeed", "deepspeed-hpz",
 )  # fmt: skip
 FLOORS = ("compute", "communication")

@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from pydantic import ValidationError
 
 import layerzero as lz
 
@@ -123,7 +124,7 @@ def main(
     }  # fmt: skip
     try:
         run(Settings.from_yaml(config, **overrides), lz.LayerZeROConfig.from_yaml(engine), output, fresh)
-    except lz.ConfigError as error:
+    except (lz.ConfigError, ValidationError) as error:
         raise SystemExit(f"error: {error}") from error
     finally:
         if dist.is_initialized():

@@ -177,7 +177,7 @@ class GradShard(torch.Tensor):
             return _WHOLE_CHECKS[func](shards[0])
         out = func(*_plain(args), **_plain(kwargs))
         written = _shards_in(args[:1])
-        if written and (name.endswith("_") or name in ("__set__", "__setitem__") or name.startswith("__i")):
+        if written and (name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))):
             for shard in written:
                 shard._layerzero_zeroed |= name in ("zero_", "_foreach_zero_")
                 shard.source().invalidate()
@@ -208,6 +208,12 @@ class GradShard(torch.Tensor):
         return self.local.clone()
 
 
+_INPLACE_OPERATORS = {"__set__", "__setitem__"} | {
+    f"__i{name}__"
+    for name in (
+        "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+    )
+}  # fmt: skip
 _WHOLE_VIEWS = {"detach", "__get__", "flatten", "ravel", "view", "reshape", "contiguous", "float", "to", "clone"}
 """Functions whose result has the elements of the slice, unchanged; told by name, so that all ranks agree."""
 
@@ -323,7 +329,12 @@ def attach_grads(unit: Unit, source: GradSource, scale: float = 1.0) -> None:
                 continue
             old = p.grad
             if old is not None and (getattr(old, "carried", False) or not getattr(old, "pending", False)):
-                local = _plain(old) if local is None else local.add_(_plain(old))
+                if local is None:
+                    local = _plain(old)
+                elif _tensor_hooks(param):
+                    param.earlier_grad = _plain(old)  # hooks see what is new; `run_user_hooks` adds this
+                else:
+                    local.add_(_plain(old))
             p.grad = None if local is None else GradShard.make(local, param, source)
 
 
@@ -342,18 +353,27 @@ def attach_pending(unit: Unit, source: GradSource) -> None:
                 old._layerzero_zeroed = False
 
 
+def _tensor_hooks(param: Param) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """What the user registered with ``register_hook`` on the parameter at rest."""
+    return [hook for hook in (param.sharded._backward_hooks or {}).values() if hook is not param.refusal]
+
+
 def run_user_hooks(unit: Unit) -> None:
-    """Hooks registered on the parameters at rest: autograd never reaches those, so they run here, on slices."""
+    """Hooks registered on the parameters at rest: autograd never reaches those, so they run here, on slices.
+
+    Once per synchronised backward, with the gradient of all its micro-batches.
+    """
     for group in unit.trainable_groups:
         for param in group.params:
-            p = param.sharded
+            p, earlier = param.sharded, param.earlier_grad
+            param.earlier_grad = None
             if p.grad is None:
                 continue
-            hooks = p._backward_hooks
-            if hooks and len(hooks) > 1:
-                for hook in [h for h in hooks.values() if h is not param.refusal]:
-                    changed = hook(p.grad)
-                    if changed is not None:
-                        p.grad = changed
+            for hook in _tensor_hooks(param):
+                changed = hook(p.grad)
+                if changed is not None:
+                    p.grad = changed
+            if earlier is not None:
+                p.grad.add_(earlier)
             for hook in list((p._post_accumulate_grad_hooks or {}).values()):
                 hook(p)

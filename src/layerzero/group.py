@@ -41,6 +41,7 @@ class Runtime:
     reduce_dtype: torch.dtype
     offload_grads: bool
     tensor: TensorRanks | None = None  # of a tensor-parallel model
+    own_storages: set[int] = field(default_factory=set)  # see `OwnGrads`
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Param:
         self.unsharded: nn.Parameter
         self.sharded: nn.Parameter
         self.refusal: Callable[..., Any] | None = None  # our hook on `sharded`; others there are the user's
+        self.earlier_grad: torch.Tensor | None = None  # of earlier backwards, while the user's hooks run on the new one
 
 
 @dataclass
@@ -167,7 +169,9 @@ class ParamGroup:
         self.tied_to = params[0].info.tied_to  # then there is one parameter, of which other stages have copies
         on_host = not runtime.offload_grads or device.type == "cpu"  # where gradients are wanted is where they are
         has_no_sums = runtime.tensor is None and self.tied_to is None
-        self.own_grads = OwnGrads(len(self.params)) if not axes.sizes and has_no_sums and on_host else None
+        self.own_grads = None
+        if not axes.sizes and has_no_sums and on_host:
+            self.own_grads = OwnGrads(len(self.params), runtime.own_storages)
         self._reduction: _Reduction | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
@@ -383,6 +387,12 @@ class ParamGroup:
             made = (wire.data_ptr(), views(wire, self.layout), wire[self.layout.used_numel :])
             self._pack_views[slot] = cached = made
         return cached[1], cached[2]
+
+    def drop_reduced(self) -> None:
+        """Forget the gradient of a synchronised backward that did not end."""
+        self._reduction = None
+        if self.own_grads is not None:
+            self.own_grads.take()
 
     @property
     def is_reduced(self) -> bool:

@@ -125,7 +125,11 @@ class Reducer:
         self._source.invalidate()
 
     def abandon(self) -> None:
-        """Forget a backward that did not end."""
+        """Forget a backward that did not end, and the gradients it leaves."""
+        if self.sync:
+            for unit in self._order:
+                for group in unit.trainable_groups if unit.reduced else ():
+                    group.drop_reduced()
         self._events.clear()
         self.reset()
 

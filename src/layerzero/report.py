@@ -114,7 +114,9 @@ class TrafficReport:
             for row in self.rows
         ]  # fmt: skip
         table = _table(("operation", "axis", "collectives/step", "MiB sent/step"), body)
-        text = f"{table}\n{self.num_steps} steps; at most {self.peak_unsharded_units} units unsharded beside the root"
+        what = "of model states and gradients; activations of tensor, context and pipeline parallelism are not counted"
+        units = f"at most {self.peak_unsharded_units} units unsharded beside the root"
+        text = f"{table}\n{what}\n{self.num_steps} steps; {units}"
         if self.exposed_share is None:
             return text
         return f"{text}\n{self.communication_seconds:.3f} s communicating per step, {self.exposed_share:.0%} exposed"

@@ -357,6 +357,7 @@ def refusals_case() -> list[str]:
     expect(lz.ShardingError, lambda: pipeline(shard(**one)))
     expect(lz.ShardingError, lambda: pipeline(make_transformer().keep_stage(index, 2)))
     expect(lz.ShardingError, lambda: pipeline(shard(), ScheduleInterleavedZeroBubble))
+    expect(lz.ShardingError, lambda: pipeline(shard()).step(torch.zeros(3, 4), target=torch.zeros(3)))
     return messages
 
 

@@ -133,10 +133,11 @@ class TestNames:
 
 class TestRefusals:
     def test_errors(self, pool: Pool) -> None:
-        for torch_clip, model_clip, name, single, shapes, plain, split in pool.run(cases.refusals_case, 2):
+        for torch_clip, model_clip, name, single, shapes, plain, split, uneven in pool.run(cases.refusals_case, 2):
             assert "Pipeline.clip_grad_norm_" in torch_clip and "Pipeline.clip_grad_norm_" in model_clip
             assert "no parameter 'layers.9.norm1.weight'" in name
             assert "no other stage has a copy" in single and "'embed.weight'" in single
             assert "copies of 'E' differ" in shapes and "[43, 32]" in shapes
             assert "not sharded" in plain
             assert "InterleavedZeroBubble" in split
+            assert "argument 0 has 3 samples" in uneven and "2 micro-batches" in uneven

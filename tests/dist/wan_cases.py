@@ -72,9 +72,45 @@ def recomputing_case() -> list[int]:
 def refusals_case() -> list[str]:
     """What doesn't fit is refused: heads, blocks, a pipeline without a size."""
     messages = []
-    for sizes, latent_size in (({"tp": 4}, SIZE), ({"pp": 4}, SIZE), ({"pp": 2}, None)):
+
+    def refused(model: Any, mesh: lz.ParallelMesh, latent_size: tuple[int, ...] | None = SIZE) -> None:
         try:
-            parallelize_wan(make_wan(), lz.ParallelMesh(**sizes), latent_size=latent_size)
+            parallelize_wan(model, mesh, latent_size=latent_size)
         except lz.ConfigError as error:
             messages.append(str(error))
+
+    refused(make_wan(), lz.ParallelMesh(tp=4))
+    refused(make_wan(), lz.ParallelMesh(pp=4))
+    both, model = lz.ParallelMesh(pp=2, tp=2), make_wan()
+    refused(model, both, None)
+    refused(model, both, (4, 4))
+    stage = parallelize_wan(model, both, latent_size=SIZE)  # what was refused was not changed
+    refused(model, both)
+    refused(stage, both)
+    refused(lz.shard(make_wan(), units=[]), both)
     return messages
+
+
+def frozen_case() -> list[str]:
+    """Names of what is trainable after a split of a model of which the feed-forward alone is."""
+    model = make_wan()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.ffn.requires_grad_(True)
+    parallelize_wan(model, lz.ParallelMesh(tp=2))
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def unlike_inputs_case() -> str:
+    """Context-parallel ranks of a pipeline's first stage that were given different samples."""
+    mesh = lz.ParallelMesh(pp=2, cp=2)
+    stage = parallelize_wan(make_wan(), mesh, latent_size=SIZE)
+    lz.shard(stage, mesh=mesh, units=[WanTransformerBlock])
+    if mesh.coordinate("pp"):
+        return ""
+    videos, times, text = batch_of()
+    try:
+        stage(videos + mesh.coordinate("cp"), times, text)
+    except lz.DesyncError as error:
+        return str(error)
+    return "nothing was noticed"

@@ -16,6 +16,7 @@ import torch
 
 from layerzero.checkpoint.storage import DTYPES, dtype_name
 from layerzero.errors import CheckpointError
+from layerzero.grads import GradShard
 
 _TAGS = ("__tuple__", "__dict__", "__tensor__", "__number__", "__bytes__", "__float__")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -37,6 +38,11 @@ def encode(value: Any, set_aside: Callable[[torch.Tensor], str], where: str, *, 
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{where[:200]}...: nested more than {_MAX_DEPTH} deep, or contains itself")
     if isinstance(value, torch.Tensor):
+        if isinstance(value, GradShard) or hasattr(value, "_layerzero_info"):
+            raise CheckpointError(
+                f"{where}: a parameter or gradient of a sharded model is this rank's slice only: save the model, "
+                f"layerzero.full_state_dict(model), or grad.local in what each rank saves of its own"
+            )
         return _encode_tensor(value.detach(), set_aside, where)
     if isinstance(value, (bytes, bytearray)):
         return {"__bytes__": bytes(value).hex()}
@@ -79,8 +85,10 @@ def _encode_simple(value: Any, where: str) -> Any:
             raise CheckpointError(f"{where}: {value!r} is not valid Unicode; save it as bytes") from None
     if value is None or type(value) in (bool, int, float, str):
         return value
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     raise CheckpointError(
-        f"{where}: a {type(value).__name__} can't be saved; expected None, bool, int, float, str, bytes, a tensor, or "
+        f"{where}: a {name} can't be saved; expected None, bool, int, float, str, bytes, a tensor, or "
         f"lists, tuples and dicts of these"
     )
 

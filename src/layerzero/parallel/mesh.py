@@ -92,7 +92,12 @@ class ParallelMesh:
         return DeviceMesh.from_group(group, kind, mesh_dim_names=("zero1",))
 
     def size(self, dimension: Dimension) -> int:
-        """Ranks along a dimension."""
+        """Ranks along a dimension.
+
+        Raises:
+            ConfigError: for a name that is none of pp, dp, cp and tp; so does `coordinate`.
+        """
+        self._has(dimension)
         return self._sizes[dimension]
 
     def coordinate(self, dimension: Dimension) -> int:
@@ -100,6 +105,8 @@ class ParallelMesh:
         return self.device_mesh.get_local_rank(dimension) if self._has(dimension) else 0
 
     def _has(self, dimension: Dimension) -> bool:
+        if dimension not in self._sizes:
+            raise ConfigError(f"ParallelMesh has the dimensions {', '.join(DIMENSIONS)}, got {dimension!r}")
         return dimension in (self.device_mesh.mesh_dim_names or ())
 
     def _submesh(self, dimension: Dimension) -> DeviceMesh | None:

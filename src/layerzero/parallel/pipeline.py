@@ -125,7 +125,11 @@ class Pipeline:
 
         With ``scale_grads`` (torch's default) gradients are means over micro-batches. Another `step` before
         ``zero_grad`` adds to them.
+
+        Raises:
+            ShardingError: if the samples don't divide by the schedule's micro-batches, which torch would cut unevenly.
         """
+        self._check_samples(args, kwargs)
         scales: dict[Engine, float] = {}
         with contextlib.ExitStack() as stack:
             for stage, engine in zip(self._stages, self._engines, strict=True):
@@ -140,6 +144,18 @@ class Pipeline:
                 if has_grads:
                     engine.reducer.attach(scales.get(engine, 1.0))
         return result
+
+    def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(self.schedule, "_args_chunk_spec", None) or getattr(self.schedule, "_kwargs_chunk_spec", None):
+            return  # the user says how to cut
+        given = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+        num = self.schedule._n_microbatches
+        for name, value in given:
+            if isinstance(value, torch.Tensor) and value.ndim and len(value) % num:
+                raise ShardingError(
+                    f"Pipeline.step: {name} has {len(value)} samples, which can't be cut into the schedule's {num} "
+                    f"micro-batches of equal size; drop or add some"
+                )
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """``schedule.eval`` with the same arguments and result, without grad."""

@@ -14,6 +14,7 @@ embedders otherwise, which hold 6 D² parameters, more than half of a block of w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from layerzero.errors import ConfigError
 from layerzero.parallel.context import ContextParallel, parallelize
+from layerzero.parallel.context.group import NUM_CHECKED_FORWARDS
 from layerzero.parallel.mesh import ParallelMesh
 
 
@@ -49,25 +51,53 @@ def parallelize_wan(model: Any, mesh: ParallelMesh, *, latent_size: Sequence[int
         ``model``, or this rank's `WanStage` of it for pp > 1.
 
     Raises:
-        ConfigError: if heads or the feed-forward's width don't divide by tp, or there are fewer blocks than stages.
+        ConfigError: if heads or the feed-forward's width don't divide by tp, there are fewer blocks than stages, or
+            the model is another one, sharded already or was split before. Nothing is changed then.
+        DesyncError: in a forward, if ranks that share samples were given different inputs.
     """
-    config = model.config
-    tp, pp = mesh.size("tp"), mesh.size("pp")
-    for what, number in (("num_attention_heads", config.num_attention_heads), ("ffn_dim", config.ffn_dim)):
-        if number % tp:
-            raise ConfigError(
-                f"tensor parallel: {what} = {number} of the Wan transformer must be divisible by tp = {tp}"
-            )
+    _check(model, mesh, latent_size)
+    _done.add(model)
     if mesh.cp is not None:
         parallelize(model, ContextParallel.of(mesh))
     if mesh.tp is not None:
         for block in model.blocks:
             _split_block(block, mesh.tp)
-    if pp == 1:
+    if latent_size is None or mesh.size("pp") == 1:
         return model
-    if latent_size is None:
-        raise ConfigError(f"pipeline parallel: pass latent_size=(frames, rows, columns) for pp = {pp}")
-    return WanStage(model, mesh.coordinate("pp"), pp, latent_size)
+    context = ContextParallel.of(mesh) if mesh.cp is not None else None
+    return WanStage(model, mesh.coordinate("pp"), mesh.size("pp"), latent_size, context)
+
+
+_done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _check(model: Any, mesh: ParallelMesh, latent_size: Sequence[int] | None) -> None:
+    tp, pp = mesh.size("tp"), mesh.size("pp")
+    if "WanTransformer3DModel" not in [cls.__name__ for cls in type(model).__mro__]:
+        raise ConfigError(f"parallelize_wan: expected diffusers' WanTransformer3DModel, got {type(model).__name__}")
+    if model in _done:
+        raise ConfigError("parallelize_wan: this model was split before: call it once, on a model built anew")
+    if any(hasattr(parameter, "_layerzero_info") for parameter in model.parameters()):
+        raise ConfigError("parallelize_wan: the model is sharded already: split it first, then call lz.shard")
+    config, image = model.config, model.condition_embedder.image_embedder
+    for what, number in (("num_attention_heads", config.num_attention_heads), ("ffn_dim", config.ffn_dim)):
+        if number % tp:
+            raise ConfigError(
+                f"tensor parallel: {what} = {number} of the Wan transformer must be divisible by tp = {tp}"
+            )
+    attentions = [attention for block in model.blocks for attention in (block.attn1, block.attn2)]
+    if tp > 1 and any(a.add_k_proj is not None or a.fused_projections for a in attentions):
+        raise ConfigError("tensor parallel: Wan blocks with image or fused projections are not supported")
+    if pp == 1:
+        return
+    if latent_size is None or len(latent_size) != 3:
+        raise ConfigError(
+            f"pipeline parallel: expected latent_size=(frames, rows, columns) for pp = {pp}, got {latent_size}"
+        )
+    if len(model.blocks) < pp:
+        raise ConfigError(f"pipeline parallel: {len(model.blocks)} blocks can't be split into {pp} stages")
+    if image is not None:
+        raise ConfigError("pipeline parallel: Wan transformers that take an image are not supported")
 
 
 # ---------------------------------------------------------------------------- tensor parallel
@@ -77,10 +107,6 @@ def _split_block(block: Any, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     for name, states in (("attn1", None), ("attn2", Replicate())):
         attention = getattr(block, name)
-        if attention.add_k_proj is not None or attention.fused_projections:
-            raise ConfigError(
-                f"tensor parallel: {name} of a Wan block has image or fused projections, which is not supported"
-            )
         attention.heads //= mesh.size()
         layouts = (Replicate(), states, None, None)  # hidden states, encoder's states, mask, rotary tables
         plan[name] = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
@@ -98,7 +124,8 @@ class _SplitNorm(nn.Module):
         super().__init__()
         self.eps = norm.eps
         self.ranks = ContextParallel.of(mesh)
-        self.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)]))
+        weight = distribute_tensor(norm.weight.detach(), mesh, [Shard(0)])
+        self.weight = nn.Parameter(weight, requires_grad=norm.weight.requires_grad)
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -150,18 +177,16 @@ class WanStage(nn.Module):
     Parameters keep the whole model's names. Blocks are recomputed in the backward if the model was set to do so.
     """
 
-    def __init__(self, model: Any, index: int, num_stages: int, latent_size: Sequence[int]) -> None:
-        """Stage ``index`` of ``num_stages``, which takes its modules from ``model``.
+    def __init__(
+        self, model: Any, index: int, num_stages: int, latent_size: Sequence[int], context: ContextParallel | None
+    ) -> None:
+        """Stage ``index`` of ``num_stages``, which takes its modules from ``model``; see `parallelize_wan`.
 
-        Raises:
-            ConfigError: if there are fewer blocks than stages, or the model also takes images.
+        ``context`` are the ranks that share samples with this one, if there are any.
         """
         super().__init__()
         num_blocks = len(model.blocks)
-        if num_blocks < num_stages:
-            raise ConfigError(f"pipeline parallel: {num_blocks} blocks can't be split into {num_stages} stages")
-        if model.condition_embedder.image_embedder is not None:
-            raise ConfigError("pipeline parallel: Wan transformers that take an image are not supported")
+        self._context, self._num_unchecked = context, NUM_CHECKED_FORWARDS
         self.latent_size = tuple(latent_size)
         self.patch_size: tuple[int, ...] = tuple(model.config.patch_size)
         self.is_first, self.is_last = index == 0, index == num_stages - 1
@@ -199,6 +224,9 @@ class WanStage(nn.Module):
                 f"this pipeline was built for latents of {self.latent_size} and one timestep per sample, got "
                 f"latents {list(latents.shape)} and timesteps {list(timesteps.shape)}"
             )
+        if self._context is not None and self._num_unchecked:
+            self._num_unchecked -= 1
+            self._context.check_alike({"latents": latents, "timesteps": timesteps, "text states": text})
         tokens = self.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
         time, modulation, text, _ = self.condition_embedder(timesteps, text, None)
         return tokens, text, time, modulation.unflatten(1, (6, -1))
