@@ -67,12 +67,14 @@ class HostCost:
         construction_seconds: of `lz.shard` or ``fully_shard`` over all units.
         step_seconds: median CPU time of all threads per training step, optimizer included, collectives not.
         collectives_seconds: the same inside calls of the fake collectives.
+        wall_seconds: median time a step takes on idle processors, collectives included.
         bookkeeping_nbytes: Python memory that construction and the first steps allocated and kept.
     """
 
     construction_seconds: float
     step_seconds: float
     collectives_seconds: float
+    wall_seconds: float
     bookkeeping_nbytes: int
 
 
@@ -153,16 +155,16 @@ def measure(setting: Setting) -> HostCost:
     if setting.system == "plain":
         x = x.bfloat16()
 
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[tuple[float, float]]:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[tuple[float, float, float]]:
         seconds = []
         for _ in range(count):
             collectives.take()
-            started = time.process_time()
+            started, wall = time.process_time(), time.perf_counter()
             model(x).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             total, fake = time.process_time() - started, collectives.take()
-            seconds.append((total - fake, fake))
+            seconds.append((total - fake, fake, time.perf_counter() - wall))
         return seconds
 
     def construct() -> tuple[float, nn.Module, torch.optim.Optimizer]:
@@ -176,7 +178,9 @@ def measure(setting: Setting) -> HostCost:
     steps(model, optimizer, 4)
     gc.collect()
     gc.disable()
-    own, fake = (statistics.median(values) for values in zip(*steps(model, optimizer, setting.steps), strict=True))
+    own, fake, wall = (
+        statistics.median(values) for values in zip(*steps(model, optimizer, setting.steps), strict=True)
+    )
     gc.enable()
     del model, optimizer
     gc.collect()
@@ -186,7 +190,7 @@ def measure(setting: Setting) -> HostCost:
     gc.collect()
     nbytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return HostCost(construction, own, fake, nbytes)
+    return HostCost(construction, own, fake, wall, nbytes)
 
 
 def measure_apart(setting: Setting) -> HostCost:
@@ -221,7 +225,8 @@ def main(
     for _ in range(repeats):
         for setting in settings:
             found[setting].append(measure_apart(setting))
-    table = Table("ranks", "system", "construction, s", "CPU per step, ms", "collectives, ms", "bookkeeping, MB",
+    table = Table("ranks", "system", "construction, s", "CPU per step, ms", "collectives, ms",
+                  "step, ms", "bookkeeping, MB",
                   header_style="bold")  # fmt: skip
     rows = []
     for setting, costs in found.items():
@@ -230,7 +235,7 @@ def main(
         table.add_row(
             str(setting.world_size), setting.system, f"{cost.construction_seconds:.2f}",
             f"{cost.step_seconds * 1e3:.1f}", f"{cost.collectives_seconds * 1e3:.1f}",
-            f"{cost.bookkeeping_nbytes / 1e6:.2f}",
+            f"{cost.wall_seconds * 1e3:.1f}", f"{cost.bookkeeping_nbytes / 1e6:.2f}",
         )  # fmt: skip
     Console().print(table)
     if output is not None:
