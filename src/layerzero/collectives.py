@@ -362,31 +362,29 @@ def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor |
         total = rows.sum(0, dtype=torch.float32)
         out.copy_(total.mul_(scale) if accum is None else torch.add(accum, total, alpha=scale, out=total))
         return
-    if out.numel() <= _CHUNK_NUMEL // 4:  # as few operations as possible: their number is what counts
-        total = rows[0].to(torch.float32, copy=True)
-        for row in rows[1:]:
-            total.add_(row)
-        if accum is not None:
-            torch.add(accum, total, alpha=scale, out=total)
-            out.copy_(total)
-        else:
-            torch.mul(total, scale, out=out) if is_fp32 else out.copy_(total.mul_(scale))
-        return
     buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
-    chunks = [row.split(_CHUNK_NUMEL) for row in rows]
-    accums = None if accum is None else accum.split(_CHUNK_NUMEL)
-    for i, part in enumerate(out.split(_CHUNK_NUMEL)):
+    for mine, before, part in _chunks(rows, accum, out):
         total, term = buffers[:, : part.numel()].unbind()
-        total.copy_(chunks[0][i])
-        for row in chunks[1:]:
-            total.add_(term.copy_(row[i]))  # an addition of mixed dtypes takes twice as long
+        total.copy_(mine[0])
+        for row in mine[1:]:
+            total.add_(term.copy_(row))  # an addition of mixed dtypes takes twice as long
         into = part if is_fp32 else total
-        if accums is None:
+        if before is None:
             torch.mul(total, scale, out=into)
         else:
-            torch.add(accums[i], total, alpha=scale, out=into)
+            torch.add(before, total, alpha=scale, out=into)
         if not is_fp32:
             part.copy_(total)
+
+
+def _chunks(
+    rows: list[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor
+) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor]]:
+    if out.numel() <= _CHUNK_NUMEL:  # small units: cutting out the only chunk is host time for nothing
+        return iter([(rows, accum, out)])
+    outs = out.split(_CHUNK_NUMEL)
+    accums = [None] * len(outs) if accum is None else accum.split(_CHUNK_NUMEL)
+    return zip(zip(*(row.split(_CHUNK_NUMEL) for row in rows), strict=True), accums, outs, strict=True)
 
 
 def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:

@@ -425,9 +425,9 @@ class ParamGroup:
         main_grad = self.take_main_grad()
         if scale != 1.0:
             main_grad.mul_(scale)
-        held = [i for i in range(len(self.params)) if self.layout.axes.sizes or i in self.with_grad]
+        known = range(len(self.params)) if self.layout.axes.sizes else frozenset(self.with_grad)
         self.with_grad.clear()
-        return [self._grad_view(main_grad, i) if i in held else None for i in range(len(self.params))]
+        return [self._grad_view(main_grad, i) if i in known else None for i in range(len(self.params))]
 
     def _grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
         offset, held = self._offsets[index]
