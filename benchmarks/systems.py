@@ -123,11 +123,12 @@ class FSDP2(System):
         hold_back: what gradients of all but the last micro-batch are kept from: "all_reduce" between
             replicas, "sync" any reduction (kept unsharded), or nothing.
         prefetch: units gathered ahead, explicitly.
+        keep: parameters stay unsharded until the last micro-batch's backward.
     """
 
     def __init__(
         self, workload: Workload, place: Place, mesh: tuple[int, ...],
-        reshard_after_forward: bool | int = True, hold_back: str = "", prefetch: int = 1,
+        reshard_after_forward: bool | int = True, hold_back: str = "", prefetch: int = 1, keep: bool = False,
     ) -> None:  # fmt: skip
         names = ("replicate", "shard")[-len(mesh) :]
         options = {
@@ -135,10 +136,10 @@ class FSDP2(System):
             "mp_policy": MixedPrecisionPolicy(param_dtype=workload.torch_dtype, reduce_dtype=workload.torch_dtype),
         }
         self.model = workload.model(place.device)
-        self.hold_back = hold_back
+        self.hold_back, self.keep = hold_back, keep
         blocks = list(self.model.blocks)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+            fully_shard(block, reshard_after_forward=reshard_after_forward and not keep, **options)
         fully_shard(self.model, **options)
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
@@ -149,6 +150,8 @@ class FSDP2(System):
         for i, ids in enumerate(batches):
             is_last = i == len(batches) - 1
             self.model.set_is_last_backward(is_last)
+            if self.keep:
+                self.model.set_reshard_after_backward(is_last)
             if self.hold_back == "all_reduce":
                 self.model.set_requires_all_reduce(is_last)
             elif self.hold_back == "sync":
@@ -262,12 +265,15 @@ def _deepspeed(**options) -> Callable[[Workload, Place], System]:
 
 SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "layerzero": LayerZeRO,
+    "layerzero-keep": lambda w, p: LayerZeRO(w, p, keep_num_params=10**12),
     "layerzero-full": lambda w, p: LayerZeRO(w, p, accumulate="full"),
+    "layerzero-full-keep": lambda w, p: LayerZeRO(w, p, accumulate="full", keep_num_params=10**12),
     "zero1": lambda w, p: LayerZeRO(w, p, sharding="zero1"),
     "fsdp2": lambda w, p: FSDP2(w, p, (p.world_size,)),
     "fsdp2-node": lambda w, p: FSDP2(w, p, (p.world_size,), reshard_after_forward=p.ranks_per_node),
     "hsdp-allreduce-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="all_reduce"),
     "hsdp-sync-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync"),
+    "hsdp-keep": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync", keep=True),
     "ddp-zero1": DDPZero1,
     "deepspeed": _deepspeed(),
     "deepspeed-hpz": _deepspeed(hpz=True),

@@ -35,7 +35,7 @@ from benchmarks.workload import Workload
 
 US = "layerzero"
 PEERS = (
-    "layerzero-full", "zero1", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last",
+    "layerzero-keep", "layerzero-full-keep", "layerzero-full", "zero1", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last", "hsdp-keep",
     "ddp-zero1", "deepspeed", "deepspeed-hpz",
 )  # fmt: skip
 FLOORS = ("compute", "communication")

@@ -153,7 +153,7 @@ def _check_init_fn(value: object) -> Callable[..., Any] | None:
 
 Flag = Annotated[bool, BeforeValidator(_check_flag)]
 Count = Annotated[int, BeforeValidator(_check_integer(1))]
-Depth = Annotated[int, BeforeValidator(_check_integer(0))]
+NonNegative = Annotated[int, BeforeValidator(_check_integer(0))]
 OptionalCount = Annotated[int | None, BeforeValidator(_check_integer(1, optional=True))]
 Timing = Annotated[
     Literal["BACKWARD_PRE", "BACKWARD_POST"], BeforeValidator(_check_choice("BACKWARD_PRE", "BACKWARD_POST"))

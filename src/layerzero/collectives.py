@@ -44,7 +44,7 @@ def _pick(*names: str):
 
 
 _FEW = 2
-_CHUNK_NUMEL = 1 << 16
+CHUNK_NUMEL = 1 << 16
 """Elements summed at a time: twice 256 KiB of fp32 stay in a core's cache."""
 
 _all_gather = _pick("all_gather_single", "all_gather_into_tensor")
@@ -362,7 +362,7 @@ def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor |
         total = rows.sum(0, dtype=torch.float32)
         out.copy_(total.mul_(scale) if accum is None else torch.add(accum, total, alpha=scale, out=total))
         return
-    buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
+    buffers = torch.empty(2, min(CHUNK_NUMEL, out.numel()), dtype=torch.float32)
     for mine, before, part in _chunks(rows, accum, out):
         total, term = buffers[:, : part.numel()].unbind()
         total.copy_(mine[0])
@@ -380,11 +380,11 @@ def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor |
 def _chunks(
     rows: list[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor
 ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor]]:
-    if out.numel() <= _CHUNK_NUMEL:  # small units: cutting out the only chunk is host time for nothing
+    if out.numel() <= CHUNK_NUMEL:  # small units: cutting out the only chunk is host time for nothing
         return iter([(rows, accum, out)])
-    outs = out.split(_CHUNK_NUMEL)
-    accums = [None] * len(outs) if accum is None else accum.split(_CHUNK_NUMEL)
-    return zip(zip(*(row.split(_CHUNK_NUMEL) for row in rows), strict=True), accums, outs, strict=True)
+    outs = out.split(CHUNK_NUMEL)
+    accums = [None] * len(outs) if accum is None else accum.split(CHUNK_NUMEL)
+    return zip(zip(*(row.split(CHUNK_NUMEL) for row in rows), strict=True), accums, outs, strict=True)
 
 
 def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:

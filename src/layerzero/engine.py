@@ -39,7 +39,7 @@ from layerzero.refresh import Refresher
 from layerzero.schedule import Schedule
 from layerzero.sharding import Axes
 from layerzero.tensor_parallel import TensorRanks
-from layerzero.unit import Phase, Unit, Use
+from layerzero.unit import Unit, Use
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class Engine:
         grad_enabled = torch.is_grad_enabled()
         self._may_recompute = grad_enabled or not of_root
         self.schedule.begin_pass(grad_enabled)
-        self.refresher.begin_pass(grad_enabled, not self.sync, reversed(self.reducer.order), self._release)
+        self.refresher.begin_pass(grad_enabled, not self.sync, reversed(self.reducer.order), self._drop)
 
     def end_pass(self) -> None:
         """The outermost forward is over."""
@@ -181,6 +181,10 @@ class Engine:
         if not unit.forward_depth and not unit.active:
             self.schedule.reshard(unit)
 
+    def _drop(self, unit: Unit) -> None:
+        if not unit.forward_depth and not unit.active:
+            self.schedule.drop(unit)
+
     # ------------------------------------------------------------------ backward
 
     def _enter_backward(self) -> None:
@@ -195,7 +199,7 @@ class Engine:
                 "the backward can't be seen. Use checkpoint(..., use_reentrant=False), or checkpoint inside the model."
             )
         self.reducer.sync = self.sync
-        self.schedule.enter_backward()
+        self.schedule.enter_backward(last_use=self.sync)
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
     def pre_backward(self, use: Use) -> None:
@@ -298,7 +302,7 @@ class Engine:
         for unit in self.units:
             unit.forward_depth = 0
             unit.pending.clear()
-            self._release(unit)
+            self._drop(unit)
 
     def _abandon_backward(self) -> None:
         """A backward raised half-way: drop its gradients."""
@@ -308,8 +312,8 @@ class Engine:
             unit.pending.clear()
             for param in unit.params:
                 param.unsharded.grad = None
-            if unit.phase is not Phase.SHARDED and not unit.forward_depth:
-                self.schedule.reshard(unit)
+            if not unit.forward_depth:
+                self.schedule.drop(unit)
 
 
 class _BackwardEnd:

@@ -17,6 +17,7 @@ from layerzero.layout import GroupLayout, Range, TensorParallel
 from layerzero.own_grads import OwnGrads
 from layerzero.profiling import span
 from layerzero.tensor_parallel import Spec, TensorRanks, check_replicas
+from layerzero.whole_grads import WholeGrads
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,14 @@ class ParamGroup:
         self.own_grads = None
         if not axes.sizes and has_no_sums and on_host:
             self.own_grads = OwnGrads(len(self.params), runtime.own_storages)
+        self.whole_grads = None
+        if axes.sizes and not axes.num_grads and not self.is_replicated and on_host:
+            self.whole_grads = WholeGrads(layout, device)
         self._reduction: _Reduction | None = None
         self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
         self.stale = False
-        self._version = self.main._version if self.main is not None else 0
+        self._source = self.model if self.main is None else self.main  # what is at rest, of which others are made
+        self._version = self._source._version
         self.checksum: torch.Tensor | None = None
 
     def _make_sharded(self) -> None:
@@ -195,13 +200,12 @@ class ParamGroup:
     # ------------------------------------------------------------------ refresh: main -> model
 
     def changed_in_place(self) -> bool:
-        """Whether an in-place operation touched `main` since the last refresh (``.data`` writes don't show)."""
-        return self.main is not None and self.main._version != self._version
+        """Whether an in-place operation touched what is at rest since `mark_refreshed`; ``.data`` hides it."""
+        return self._source._version != self._version
 
     def check_storage(self) -> None:
         """Raise if a parameter no longer lies in the flat buffer."""
-        flat = self.model if self.main is None else self.main
-        storage = flat.untyped_storage().data_ptr()
+        storage = self._source.untyped_storage().data_ptr()
         for param, (offset, _) in zip(self.params, self._offsets, strict=True):
             p = param.sharded  # ranks that hold nothing of it notice too, so that all raise together
             if p.untyped_storage().data_ptr() != storage or p.storage_offset() != offset:
@@ -212,9 +216,8 @@ class ParamGroup:
                 )
 
     def mark_refreshed(self) -> None:
-        """`model` is now made from the present `main`."""
-        if self.main is not None:
-            self._version = self.main._version
+        """Whatever is gathered or refreshed from now on is made from what is at rest now."""
+        self._version = self._source._version
         self.stale = False
         self.checksum = None
 
@@ -257,25 +260,15 @@ class ParamGroup:
         zeroed = [i for i, p in enumerate(self.params) if p.sharded.grad is None or is_zeroed(p.sharded.grad)]
         self.with_grad.difference_update(zeroed)
         grads, is_sum = self._local_grads()
-        if self.own_grads is not None:
-            for param in self.params:
-                param.unsharded.grad = None
-            self.own_grads.add(grads, zeroed)
-            return DONE
-        if axes.sizes:
-            slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
-            out_views, tail = self._views_of_slot(slot, wire)
-        else:  # one rank: what is packed is the result
-            slot, wire = -1, self.model.new_empty(self.layout.numel, dtype=torch.float32)
-            out_views, tail = views(wire, self.layout), wire[self.layout.used_numel :]
-            self.with_grad.update(i for i, grad in enumerate(grads) if grad is not None)
-        pack(grads, out_views, tail)
-        if rt.tensor is not None and self.is_replicated:
-            whole = [v for v, part, grad in zip(out_views, is_sum, grads, strict=True) if grad is not None and not part]
-            if whole:
-                torch._foreach_mul_(whole, 1.0 / rt.tensor.size)
         for param in self.params:
             param.unsharded.grad = None
+        if self.own_grads is not None:
+            self.own_grads.add(grads, zeroed)
+            return DONE
+        if self.whole_grads is not None and not sync:
+            self.whole_grads.add(grads, zeroed)
+            return DONE
+        slot, wire = self._pack(grads, is_sum, zeroed)
         split = max(axes.num_grads, 1) if axes.sizes else 0
         has_outer = len(axes.sizes) > split
         reduction = self._reduction = _Reduction()
@@ -306,6 +299,29 @@ class ParamGroup:
             if rt.lanes.module is not None:  # threads share one allocator
                 rt.hand_overs.add(event, reduction.drop_handed_over)
         return event
+
+    def _pack(
+        self, grads: Sequence[torch.Tensor | None], is_sum: Sequence[bool], zeroed: Sequence[int]
+    ) -> tuple[int, torch.Tensor]:
+        """The gradients, plus earlier micro-batches' where those are whole, as a flat buffer [numel] in its slot."""
+        rt = self._rt
+        if self.layout.axes.sizes:
+            slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
+            out_views, tail = self._views_of_slot(slot, wire)
+        else:  # one rank: what is packed is the result
+            slot, wire = -1, self.model.new_empty(self.layout.numel, dtype=torch.float32)
+            out_views, tail = views(wire, self.layout), wire[self.layout.used_numel :]
+            self.with_grad.update(i for i, grad in enumerate(grads) if grad is not None)
+        if self.whole_grads:
+            self.whole_grads.take(grads, zeroed, out_views)
+            tail.zero_()
+        else:
+            pack(grads, out_views, tail)
+        if rt.tensor is not None and self.is_replicated:
+            whole = [v for v, part, grad in zip(out_views, is_sum, grads, strict=True) if grad is not None and not part]
+            if whole:
+                torch._foreach_mul_(whole, 1.0 / rt.tensor.size)
+        return slot, wire
 
     def _local_grads(self) -> tuple[list[torch.Tensor | None], list[bool]]:
         """Of every parameter: the gradient's local tensor, and whether tensor-parallel ranks hold parts of a sum."""
@@ -438,7 +454,7 @@ class ParamGroup:
 
         Elements that were not edited keep the precision they have in `main`.
         """
-        flat = self.model if self.main is None else self.main
+        flat = self._source
         edited = self.unsharded[self.slice.start : self.slice.stop]
         bits, before = edited.view(torch.uint8), flat.to(self.dtype).view(torch.uint8)
         differs = (bits != before).view(-1, edited.element_size()).any(1)

@@ -40,6 +40,7 @@ class Refresher:
         self._all_units = list(units)
         self._all_trainable = [g for u in units for g in u.trainable_groups]
         self._aliased = [g for g in self._all_trainable if g.aliased]
+        self._frozen = [g for u in units for g in u.groups if not g.trainable]
         self._lanes = lanes
         self._control = control
         self._window_open = False  # the last pass was a training one, and nothing marked all stale since
@@ -59,14 +60,14 @@ class Refresher:
     def begin_pass(
         self, grad_enabled: bool, accumulating: bool, order: Iterable[Unit], release: Callable[[Unit], None]
     ) -> None:
-        """Refresh what is stale, soonest needed first; ``release`` what is still gathered from before.
+        """Refresh what is stale, soonest needed first; ``release`` what was gathered from other values.
 
         ``accumulating`` says that the pass is inside `no_sync()`. ``order`` is the same on every rank.
         """
         if self._window_open and grad_enabled and (accumulating or not self._unfinished):
             for group in self._all_trainable:
                 group.stale = group.stale or group.changed_in_place()
-            if self._unfinished and any(group.stale for group in self._all_trainable):
+            if any(g.stale for g in self._all_trainable) or any(g.changed_in_place() for g in self._frozen):
                 for unit in self._all_units:
                     release(unit)
         else:
@@ -77,7 +78,7 @@ class Refresher:
             self._verify()
             for unit in self._all_units:
                 release(unit)
-        for group in self._aliased:
+        for group in (*self._aliased, *self._frozen):
             group.mark_refreshed()
         self._window_open = self._unfinished = grad_enabled
         keep_checksum = self._keep_checksums or not grad_enabled

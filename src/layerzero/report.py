@@ -231,7 +231,7 @@ def compare_strategies(
         sent = [0] * len(axes.sizes)
         for unit in engine.units:
             for group in unit.groups:
-                gathers = micro_batches * engine.schedule.gathers_per_pass(unit)
+                gathers = engine.schedule.gathers_per_step(unit, micro_batches)
                 for axis, nbytes in enumerate(
                     sent_per_axis(group.layout.numel, resolved, param, grad, gathers, micro_batches, group.trainable)
                 ):
@@ -296,8 +296,9 @@ def _largest_unsharded(engine: Engine) -> int:
     def size(unit) -> int:
         return sum(g.layout.numel * g.dtype.itemsize for g in unit.groups if g.layout.axes.num_params)
 
-    root, others = engine.units[0], sorted((size(u) for u in engine.units[1:]), reverse=True)
-    return size(root) + sum(others[: 1 + engine.config.prefetch_depth])
+    always = {engine.units[0], *engine.schedule.kept}
+    others = sorted((size(u) for u in engine.units if u not in always), reverse=True)
+    return sum(map(size, always)) + sum(others[: 1 + engine.config.prefetch_depth])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from layerzero.lanes import Lanes
 from layerzero.profiling import span
 from layerzero.unit import Phase, Unit
 
+_AT_REST = (Phase.SHARDED, Phase.KEPT)
 _MAX_TRACE_PER_UNIT = 64  # forwards that are never followed by a backward must not grow the trace forever
 
 
@@ -25,12 +26,14 @@ class ScheduleOptions:
         backward_prefetch_pre: in backward, gather ahead before the current unit's backward, else after it.
         limit: hold the number of unsharded units to ``1 + prefetch_depth``, not counting the ancestors of
             the running unit.
+        keep_numel: elements of units that may stay unsharded from one use to the next within an optimizer step.
     """
 
     prefetch_depth: int
     forward_prefetch: bool
     backward_prefetch_pre: bool
     limit: bool
+    keep_numel: int
 
 
 class Schedule:
@@ -38,6 +41,9 @@ class Schedule:
 
     Passes with and without grad have records of their own: a training record runs from the first forward
     to the end of the backward, an evaluation record over one forward.
+
+    Attributes:
+        kept: units that stay unsharded between uses, until parameters change.
     """
 
     def __init__(
@@ -48,7 +54,9 @@ class Schedule:
         self._lanes = lanes
         self._traffic = traffic
         self._check = check
-        self._gathers = {u: any(g.layout.axes.num_params for g in u.groups) for u in units}
+        self._gathers = {u: u.gathered_numel > 0 for u in units}
+        self.kept = _choose_kept(units, options.keep_numel)
+        self._last_use = False  # a backward runs after which the parameters change
         self._live: list[Unit] = []
         self._prefetched: list[Unit] = []
         self._grad = True
@@ -64,6 +72,7 @@ class Schedule:
     def begin_pass(self, grad_enabled: bool) -> None:
         """The outermost forward starts."""
         self._grad = grad_enabled
+        self._last_use = False
         if not grad_enabled or len(self._trace[True]) > _MAX_TRACE_PER_UNIT * len(self._units):
             self._restart(grad_enabled)
 
@@ -80,27 +89,31 @@ class Schedule:
         self._check.backward_ended()
 
     def end_backward(self) -> None:
-        """Free everything and remember the order."""
+        """Free everything that need not stay, and remember the order."""
         self._grad = True
         self.end_pass()
         for unit in list(self._live):
             if not unit.forward_depth:
                 self.reshard(unit)
+        if self._last_use:
+            for unit in self.kept:
+                self.drop(unit)
 
     def _restart(self, grad: bool) -> None:
         self._trace[grad] = []
         self._position[grad] = 0
 
-    def enter_backward(self) -> None:
-        """From here on units are needed for a backward."""
+    def enter_backward(self, last_use: bool) -> None:
+        """From here on units are needed for a backward; ``last_use`` if it is the last before parameters change."""
         self._grad = True
+        self._last_use = last_use
 
     # ------------------------------------------------------------------ demand and release
 
     def demand(self, unit: Unit, in_backward: bool) -> None:
         """Unshard ``unit`` for compute that follows, and gather ahead."""
         self._follow(unit, in_backward)
-        if unit.phase is Phase.SHARDED:
+        if unit.phase in _AT_REST:
             self._gather(unit)
         if self._options.backward_prefetch_pre if in_backward else self._options.forward_prefetch:
             self.prefetch(unit)
@@ -120,13 +133,15 @@ class Schedule:
                 return upcoming is unit
         return False
 
-    def gathers_per_pass(self, unit: Unit) -> int:
-        """How often ``unit`` is gathered in a forward and backward of the recorded (else the registered) order."""
-        if unit.is_root:
+    def gathers_per_step(self, unit: Unit, micro_batches: int) -> int:
+        """How often ``unit`` is gathered in an optimizer step of the recorded (else the registered) order."""
+        if unit in self.kept:
             return 1
+        if unit.is_root:
+            return micro_batches
         order = [u for u in self._records[True] or [*self._units, *reversed(self._units)] if not u.is_root]
         before = [None, *order]
-        return sum(now is unit and last is not unit for last, now in zip(before, order, strict=False))
+        return micro_batches * sum(now is unit and last is not unit for last, now in zip(before, order, strict=False))
 
     def backward_over(self, unit: Unit) -> None:
         """The unit's parameters are no longer needed by this backward."""
@@ -141,16 +156,28 @@ class Schedule:
                 unit.register_sharded()
 
     def reshard(self, unit: Unit) -> None:
-        """Give back the gathered parameters, once compute issued so far has read them."""
-        if unit.phase is Phase.SHARDED or unit.held:
+        """Give back the gathered parameters, once compute issued so far has read them; a kept unit stays."""
+        if unit.phase in _AT_REST or unit.held:
             return
         if unit.registered:
             unit.register_sharded()
         was_gathered = unit.phase is Phase.UNSHARDED
-        unit.phase = Phase.SHARDED
         self._live.remove(unit)
         if unit in self._prefetched:  # nobody came for it; a left-over entry would free a later use under way
             self._prefetched.remove(unit)
+        if unit in self.kept and not self._last_use:
+            unit.phase = Phase.KEPT
+        else:
+            self._free(unit, was_gathered)
+
+    def drop(self, unit: Unit) -> None:
+        """Like `reshard`, also of a unit that may stay: its parameters changed, or are about to."""
+        self.reshard(unit)
+        if unit.phase is Phase.KEPT:
+            self._free(unit, was_gathered=False)
+
+    def _free(self, unit: Unit, was_gathered: bool) -> None:
+        unit.phase = Phase.SHARDED
         if not self._gathers[unit]:
             return
         for group in unit.groups:
@@ -198,7 +225,8 @@ class Schedule:
         depth = self._options.prefetch_depth
         named: list[Unit] = []
         for unit in self._upcoming():
-            if unit is not current and unit not in named and not unit.is_root and not unit.forward_depth:
+            skipped = unit is current or unit.is_root or unit.forward_depth or unit.phase is Phase.KEPT
+            if not skipped and unit not in named:
                 named.append(unit)
         ahead = named[:depth]
         if not self._options.limit:
@@ -216,8 +244,11 @@ class Schedule:
                 self._prefetched.append(unit)
 
     def _gather(self, unit: Unit) -> None:
+        is_kept = unit.phase is Phase.KEPT
         unit.phase = Phase.GATHERING
         self._live.append(unit)
+        if is_kept:
+            return  # by the gather whose event is still the unit's
         if not self._gathers[unit]:
             unit.unshard_event = unit.refresh_event
             return
@@ -232,3 +263,13 @@ class Schedule:
                     group.unshard()
 
         unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])
+
+
+def _choose_kept(units: Sequence[Unit], keep_numel: int) -> frozenset[Unit]:
+    """Units that stay, in registration order as long as they fit: the same on every rank, whatever runs."""
+    kept = []
+    for unit in units:
+        if 0 < unit.gathered_numel <= keep_numel:
+            keep_numel -= unit.gathered_numel
+            kept.append(unit)
+    return frozenset(kept)

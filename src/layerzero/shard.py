@@ -282,7 +282,7 @@ def _build(
         units,
         ScheduleOptions(
             config.prefetch_depth, config.forward_prefetch, config.backward_prefetch == "BACKWARD_PRE",
-            config.limit_all_gathers,
+            config.limit_all_gathers, config.keep_num_params,
         ),
         lanes, traffic,
         DesyncCheck([u.name for u in units], all_comms.unshard, config.desync_check, control.device),

@@ -19,6 +19,7 @@ class Phase(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+    KEPT = "kept"  # not in use, and the bytes stay for the next use
 
 
 _LEGAL = {
@@ -26,6 +27,10 @@ _LEGAL = {
     (Phase.GATHERING, Phase.UNSHARDED),  # the gather's event was waited for
     (Phase.GATHERING, Phase.SHARDED),  # a prefetch nobody used
     (Phase.UNSHARDED, Phase.SHARDED),  # after forward, after backward
+    (Phase.UNSHARDED, Phase.KEPT),  # the same, of a unit that may stay
+    (Phase.GATHERING, Phase.KEPT),
+    (Phase.KEPT, Phase.GATHERING),  # demand: the gather that was, or still is, under way
+    (Phase.KEPT, Phase.SHARDED),  # the parameters changed, or are about to
 }
 
 
@@ -47,6 +52,7 @@ class Unit:
     Attributes:
         name: the module's name; empty for the root.
         index: registration order, the id compared across ranks.
+        gathered_numel: elements that an unshard brings.
         forward_depth: nested forwards that need the parameters now.
         active: backward uses between "gradient arrived at the output" and "inputs' gradients are done".
         pending: grad-enabled forwards whose backward has not finished.
@@ -66,6 +72,7 @@ class Unit:
         self.is_root = is_root
         self.trainable_groups = [g for g in groups if g.trainable]
         self.params = [p for g in groups for p in g.params]
+        self.gathered_numel = sum(g.layout.numel for g in groups if g.layout.axes.num_params)
         self._phase = Phase.SHARDED
         self._sharded_slots = [(d, name, p.sharded) for p in self.params for d, name in p.slots]
         self._unsharded_slots = [(d, name, p.unsharded) for p in self.params for d, name in p.slots]
