@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.buffers import Gather, HandOvers, PackBuffers, TransientBuffer, held_view, pack, poison, views
+from layerzero.buffers import Gather, HandOvers, PackBuffers, Staged, TransientBuffer, held_view, poison, views
 from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import DONE, Event, Lanes
@@ -154,12 +154,15 @@ class ParamGroup:
             param.local.data = view
             seen = param.local if param.spec is None else param.spec.wrap(param.local)
             param.unsharded = nn.Parameter(seen, requires_grad=self.trainable)
-        self.free()
         self._make_sharded()
         between = range(axes.num_params, axes.num_optimizer if self.trainable else axes.num_params)
-        self._main_start = self.slice.start - layout.slice(runtime.rank, axes.num_params).start  # its place in `model`
-        self._gather_model = Gather(layout, runtime.rank, runtime.comms.refresh, between)
-        self._gather_unsharded = Gather(layout, runtime.rank, runtime.comms.unshard, range(axes.num_params))
+        start = self.slice.start - layout.slice(runtime.rank, axes.num_params).start
+        self._main_in_model = self.model[start : start + self.slice.numel]  # where `main` lies in `model`
+        self._gather_model = Gather(self.model, layout, runtime.rank, runtime.comms.refresh, between)
+        self._gather_unsharded = Gather(
+            self.unsharded, layout, runtime.rank, runtime.comms.unshard, range(axes.num_params)
+        )
+        self.free()
         self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
         self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
         self.is_replicated = runtime.tensor is not None and not any(is_cut(p.info) for p in self.params)
@@ -173,7 +176,7 @@ class ParamGroup:
         if not axes.sizes and has_no_sums and on_host:
             self.own_grads = OwnGrads(len(self.params), runtime.own_storages)
         self._reduction: _Reduction | None = None
-        self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
+        self._staged: dict[int, Staged] = {}  # by slot of `pack_buffers`
         self.stale = False
         self._version = self.main._version if self.main is not None else 0
         self.checksum: torch.Tensor | None = None
@@ -221,9 +224,8 @@ class ParamGroup:
     def refresh(self) -> None:
         """Lane job: rebuild `model` from every rank's `main`."""
         assert self.main is not None
-        mine = self.model[self._main_start : self._main_start + self.main.numel()]
-        mine.copy_(self.main)  # straight into its place
-        self._gather_model(self.model, mine)
+        self._main_in_model.copy_(self.main)
+        self._gather_model(self._main_in_model)
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -232,7 +234,7 @@ class ParamGroup:
         if self._transient is None:
             return
         self._transient.alloc()
-        self._gather_unsharded(self.unsharded, self.model)
+        self._gather_unsharded(self.model)
 
     def free(self) -> None:
         """Lane job: give the gathered bytes back."""
@@ -264,14 +266,18 @@ class ParamGroup:
             return DONE
         if axes.sizes:
             slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
-            out_views, tail = self._views_of_slot(slot, wire)
+            staged = self._staged.get(slot)
+            if staged is None or staged.wire is not wire:
+                self._staged[slot] = staged = Staged(wire, self.layout)
         else:  # one rank: what is packed is the result
             slot, wire = -1, self.model.new_empty(self.layout.numel, dtype=torch.float32)
-            out_views, tail = views(wire, self.layout), wire[self.layout.used_numel :]
+            staged = Staged(wire, self.layout)
             self.with_grad.update(i for i, grad in enumerate(grads) if grad is not None)
-        pack(grads, out_views, tail)
+        staged.pack(grads)
         if rt.tensor is not None and self.is_replicated:
-            whole = [v for v, part, grad in zip(out_views, is_sum, grads, strict=True) if grad is not None and not part]
+            whole = [
+                v for v, part, grad in zip(staged.views, is_sum, grads, strict=True) if grad is not None and not part
+            ]
             if whole:
                 torch._foreach_mul_(whole, 1.0 / rt.tensor.size)
         for param in self.params:
@@ -380,13 +386,6 @@ class ParamGroup:
             return host.copy_(value, non_blocking=True)
         # A result of a reduction is ours to keep; the packed buffer is not.
         return value.to(torch.float32, copy=self.layout.axes.num_grads == 0 and bool(self.layout.axes.sizes))
-
-    def _views_of_slot(self, slot: int, wire: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        cached = self._pack_views.get(slot)
-        if cached is None or cached[0] != wire.data_ptr():
-            made = (wire.data_ptr(), views(wire, self.layout), wire[self.layout.used_numel :])
-            self._pack_views[slot] = cached = made
-        return cached[1], cached[2]
 
     def drop_reduced(self) -> None:
         """Forget the gradient of a synchronised backward that did not end."""
