@@ -185,7 +185,7 @@ class ParamGroup:
         axes = self.layout.axes
         flat, num_axes = (self.model, axes.num_params) if self.main is None else (self.main, axes.num_optimizer)
         self.slice = self.layout.slice(self._rt.rank, num_axes)
-        self._offsets = []
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # shapes, strides and offsets in the slice
         for i, param in enumerate(self.params):
             held = self.layout.held(i, self._rt.rank, num_axes)
             offset = max(0, min(self.layout.params[i].start + held.start - self.slice.start, flat.numel()))
@@ -193,7 +193,7 @@ class ParamGroup:
             param.sharded = nn.Parameter(view, requires_grad=self.trainable)
             param.info = replace(param.info, global_range=held)
             param.sharded._layerzero_info = param.info  # type: ignore[attr-defined]
-            self._offsets.append((offset, held))
+            self._places.append((view.shape, view.stride(), offset))
 
     # ------------------------------------------------------------------ refresh: main -> model
 
@@ -205,7 +205,7 @@ class ParamGroup:
         """Raise if a parameter no longer lies in the flat buffer."""
         flat = self.model if self.main is None else self.main
         storage = flat.untyped_storage().data_ptr()
-        for param, (offset, _) in zip(self.params, self._offsets, strict=True):
+        for param, (*_, offset) in zip(self.params, self._places, strict=True):
             p = param.sharded  # ranks that hold nothing of it notice too, so that all raise together
             if p.untyped_storage().data_ptr() != storage or p.storage_offset() != offset:
                 raise ShardingError(
@@ -429,8 +429,8 @@ class ParamGroup:
         return [self._grad_view(main_grad, i) if i in known else None for i in range(len(self.params))]
 
     def _grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
-        offset, held = self._offsets[index]
-        return held_view(main_grad, offset, held, len(self.params[index].info.global_shape))
+        shape, stride, offset = self._places[index]
+        return main_grad.as_strided(shape, stride, main_grad.storage_offset() + offset)
 
     def write_back(self) -> None:
         """Keep edits of the unsharded parameters, which are the same on every rank: both `main` and `model` follow.
