@@ -57,46 +57,59 @@ def views(flat: torch.Tensor, layout: GroupLayout) -> list[torch.Tensor]:
 
 
 class Gather:
-    """All-gathers of one layout between two degrees, outermost axis first.
+    """All-gathers between two degrees of one layout into one buffer, outermost axis first.
 
-    Intermediate pieces are gathered in place inside the result. Where they lie is worked out once.
+    Intermediate pieces are gathered in place inside the result.
     """
 
-    def __init__(self, layout: GroupLayout, rank: int, comms: Mapping[int, AxisComm], axes: range) -> None:
-        """From degree ``axes.stop`` to degree ``axes.start``; no axes copy."""
+    def __init__(
+        self, out: torch.Tensor, layout: GroupLayout, rank: int, comms: Mapping[int, AxisComm], axes: range
+    ) -> None:
+        """Into ``out``, 1-D of degree ``axes.start``, from degree ``axes.stop``; no axes copy."""
+        self._out = out
         base = layout.slice(rank, axes.start).start
-        self._moves: list[tuple[AxisComm, Range]] = []
-        for axis in reversed(axes):
-            self._moves.append((comms[axis], layout.slice(rank, axis).shift(-base)))
+        places = [(comms[axis], layout.slice(rank, axis).shift(-base)) for axis in reversed(axes)]
+        self._moves = [(comm, out[place.start : place.stop]) for comm, place in places]
 
-    def __call__(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill ``out``, 1-D of the lower degree, from ``shard``, this rank's 1-D slice of the higher one.
+    def __call__(self, shard: torch.Tensor) -> None:
+        """Gather from ``shard``, this rank's 1-D slice of the higher degree and of the same dtype.
 
-        Both have the same dtype; ``shard`` may be its place in ``out``.
+        It may be its place in ``out``.
         """
-        for comm, place in self._moves:
-            piece = out[place.start : place.stop] if place.numel < out.numel() else out
+        for comm, piece in self._moves:
             comm.all_gather(piece, shard)
             shard = piece
-        if not self._moves and out.data_ptr() != shard.data_ptr():
-            out.copy_(shard)
+        if not self._moves and self._out.data_ptr() != shard.data_ptr():
+            self._out.copy_(shard)
 
 
-def pack(grads: Sequence[torch.Tensor | None], out_views: Sequence[torch.Tensor], tail: torch.Tensor) -> None:
-    """Copy gradients into their places in a flat buffer, zeros where there is none and in the padding.
+class Staged:
+    """A flat buffer that gradients are packed into.
 
-    Args:
-        grads: full-shape gradients, or None; any dtype.
-        out_views: full-shape views of the buffer.
-        tail: the padding's view of the buffer.
+    Attributes:
+        wire: the buffer, 1-D.
+        views: full-shape views of it, one for each parameter.
     """
-    present = [(v, g) for v, g in zip(out_views, grads, strict=True) if g is not None]
-    if present:
-        torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
-    for view, grad in zip(out_views, grads, strict=True):
-        if grad is None:
-            view.zero_()
-    tail.zero_()
+
+    def __init__(self, wire: torch.Tensor, layout: GroupLayout) -> None:
+        self.wire = wire
+        self.views = views(wire, layout)
+        self._padding = wire[layout.used_numel :] if layout.padding_numel else None
+
+    def pack(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Copy full-shape gradients of any dtype into their places; zeros where there is None and in the padding."""
+        present = [(v, g) for v, g in zip(self.views, grads, strict=True) if g is not None]
+        if present:
+            torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
+        for view, grad in zip(self.views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+        self.zero_padding()
+
+    def zero_padding(self) -> None:
+        """Zeros behind the last parameter."""
+        if self._padding is not None:
+            self._padding.zero_()
 
 
 class PackBuffers:
@@ -109,20 +122,27 @@ class PackBuffers:
     def __init__(self, lanes: Lanes, count: int = 2) -> None:
         self._device = lanes.device
         self._flats: list[torch.Tensor | None] = [None] * count
+        self._wires: list[dict[tuple[int, torch.dtype], torch.Tensor]] = [{} for _ in range(count)]
         self._busy: list[Event | None] = [None] * count
         self._next = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """A slot number and a 1-D buffer of ``numel`` elements that nothing reads any more."""
+        """A slot number and a 1-D buffer of ``numel`` elements that nothing reads any more.
+
+        The same tensor each time, until the slot has to grow.
+        """
         slot, self._next = self._next, (self._next + 1) % len(self._flats)
         busy, self._busy[slot] = self._busy[slot], None
         if busy is not None:
             busy.wait()
-        flat = self._flats[slot]
-        nbytes = numel * dtype.itemsize
-        if flat is None or flat.numel() < nbytes:
-            self._flats[slot] = flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return slot, flat[:nbytes].view(dtype)
+        wire = self._wires[slot].get((numel, dtype))
+        if wire is None:
+            flat, nbytes = self._flats[slot], numel * dtype.itemsize
+            if flat is None or flat.numel() < nbytes:
+                self._wires[slot].clear()
+                self._flats[slot] = flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._wires[slot][numel, dtype] = wire = flat[:nbytes].view(dtype)
+        return slot, wire
 
     def reading(self, slot: int, event: Event) -> None:
         """Whatever ``event`` completes reads the slot until then."""
@@ -131,6 +151,8 @@ class PackBuffers:
     def release(self) -> None:
         """Give the memory back; every reader must be done."""
         self._flats = [None] * len(self._flats)
+        for wires in self._wires:
+            wires.clear()
 
 
 class HandOvers:

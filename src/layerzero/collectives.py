@@ -17,6 +17,11 @@ operations they took three times as long as the exchange itself.
 gloo's all-gather gathers into a buffer of its own and copies it out, and its all-to-all copies this rank's own
 slice. On axes of up to `_FEW` ranks a gather is one broadcast per rank, straight into place, and an exchange is
 sends and receives: the same bytes on the wire. On larger axes the host's time for so many messages counts more.
+Up to `_SMALL_NBYTES` a copy costs less than the operations it saves.
+
+[Note: host time]
+Nearly every call of torch gives the interpreter's lock away and takes it back, two switches of threads where
+another one waits for it: with small units most of what a lane costs. So lanes keep the views they need.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ def _pick(*names: str):
 
 
 _FEW = 2
-CHUNK_NUMEL = 1 << 16
+_SMALL_NBYTES = 1 << 16
+_CHUNK_NUMEL = 1 << 16
 """Elements summed at a time: twice 256 KiB of fp32 stay in a core's cache."""
 
 _all_gather = _pick("all_gather_single", "all_gather_into_tensor")
@@ -100,18 +106,33 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+@dataclass(frozen=True)
+class _Rows:
+    flat: torch.Tensor  # [m * n]
+    whole: torch.Tensor  # the same as [m, n]
+    rows: tuple[torch.Tensor, ...]  # m views [n]
+
+
 class Scratch:
-    """Memory that one lane uses within one job at a time: grows to what the largest needs and stays."""
+    """Host memory that one lane uses within one job at a time: grows to what the largest needs and stays."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
+        self._taken: dict[tuple[int, int, torch.dtype], _Rows] = {}
 
-    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """``numel`` uninitialised elements of ``like``'s dtype on its device, until the next call."""
-        nbytes = numel * like.element_size()
-        if self._flat.numel() < nbytes or self._flat.device != like.device:
-            self._flat = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        return self._flat[:nbytes].view(like.dtype)
+    def take(self, num_rows: int, numel: int, dtype: torch.dtype) -> _Rows:
+        """Uninitialised until the next call."""
+        known = self._taken.get((num_rows, numel, dtype))
+        if known is not None:
+            return known
+        nbytes = num_rows * numel * dtype.itemsize
+        if self._flat.numel() < nbytes:
+            self._taken.clear()
+            self._flat = torch.empty(nbytes, dtype=torch.uint8)
+        flat = self._flat[:nbytes].view(dtype)
+        whole = flat.view(num_rows, numel)
+        self._taken[num_rows, numel, dtype] = made = _Rows(flat, whole, whole.unbind())
+        return made
 
 
 @dataclass(frozen=True)
@@ -151,13 +172,15 @@ class AxisComm:
         """
         self.traffic.add(self.op, self.axis, _nbytes(wire) // self.size * (self.size - 1))
         numel = wire.numel() // self.size
-        if wire.device.type != "cpu":
+        if not wire.is_cpu:
             shard = wire.new_empty(numel)
             _reduce_scatter(shard, wire, op=dist.ReduceOp.AVG, group=self.group)
             return (shard if accum is None else accum.add_(shard)).to(dtype)
         rows = _exchange(wire, self.group, self.scratch)
+        if isinstance(rows, torch.Tensor):
+            return _mean_at_once(rows, accum, dtype)
         out = accum if accum is not None and dtype is torch.float32 else wire.new_empty(numel, dtype=dtype)
-        _mean_in_fp32(rows, accum, out)
+        add_in_chunks(rows, accum, out, 1.0 / self.size)
         return out
 
     def all_reduce_mean(self, wire: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -291,7 +314,7 @@ class ActivationComm:
             return part
         self.traffic.add(op, CONTROL if op == "control" else 0, _nbytes(part) * (self.size - 1))
         out = part.new_empty(part.numel() * self.size)
-        if out.device.type == "cpu" and self.size <= _FEW:
+        if out.is_cpu and self.size <= _FEW:
             _gather_into_place(out, part, self.group)
         else:
             _all_gather(out, part, group=self.group)
@@ -317,7 +340,7 @@ def sum_in_fp32(rows: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if out.device.type == "cpu" and group.size() <= _FEW:
+    if out.is_cpu and group.size() <= _FEW and _nbytes(shard) > _SMALL_NBYTES:
         _gather_into_place(out, shard, group)
     else:
         _all_gather(out, shard, group=group)
@@ -340,30 +363,50 @@ def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) ->
     size, me = group.size(), group.rank()
     numel = wire.numel() // size
     if size > _FEW:
-        received = scratch.take(wire.numel(), wire)
-        dist.all_to_all_single(received, wire, group=group)
-        return received.view(size, -1)
-    slices = wire.view(size, -1).unbind()
-    rows = list(scratch.take((size - 1) * numel, wire).view(size - 1, numel).unbind())
-    rows.insert(me, slices[me])
+        received = scratch.take(size, numel, wire.dtype)
+        dist.all_to_all_single(received.flat, wire, group=group)
+        return received.whole
+    is_small = numel * wire.itemsize <= _SMALL_NBYTES
+    slices = wire.chunk(size)
+    received = scratch.take(size if is_small else size - 1, numel, wire.dtype)
+    rows = list(received.rows)
+    if not is_small:
+        rows.insert(me, slices[me])
     others = [(me + i) % size for i in range(1, size)]
     works = [dist.irecv(rows[r], group=group, group_src=r) for r in others]
     works += [dist.isend(slices[r], group=group, group_dst=r) for r in others]
+    if is_small:
+        rows[me].copy_(slices[me])
     for work in works:
         if work is not None:
             work.wait()
-    return rows
+    return received.whole if is_small else rows
 
 
-def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``out`` [n] = mean of ``rows``, each [n], summed in fp32, plus ``accum`` [n], which may be ``out``."""
-    scale, is_fp32 = 1.0 / len(rows), out.dtype is torch.float32
-    if isinstance(rows, torch.Tensor):
+def _mean_at_once(rows: torch.Tensor, accum: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Mean of ``rows`` [m, n], summed in fp32, plus ``accum`` [n], which is the result where ``dtype`` is fp32 too."""
+    if accum is None:
+        mean = rows.mean(0, dtype=torch.float32)
+    else:
         total = rows.sum(0, dtype=torch.float32)
-        out.copy_(total.mul_(scale) if accum is None else torch.add(accum, total, alpha=scale, out=total))
-        return
-    buffers = torch.empty(2, min(CHUNK_NUMEL, out.numel()), dtype=torch.float32)
-    for mine, before, part in _chunks(rows, accum, out):
+        out = accum if dtype is torch.float32 else total
+        mean = torch.add(accum, total, alpha=1.0 / rows.shape[0], out=out)
+    return mean if dtype is torch.float32 else mean.to(dtype)
+
+
+def add_in_chunks(
+    rows: Sequence[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor, scale: float = 1.0
+) -> None:
+    """On the host, ``out`` [n] = ``scale`` times the sum of ``rows``, each [n], plus ``accum`` [n], rounded once.
+
+    Summed in fp32, in which ``accum`` is; it may be ``out``. Rows and ``out`` are of any dtype and contiguous.
+    """
+    is_fp32 = out.dtype is torch.float32
+    buffers = torch.empty(2, min(_CHUNK_NUMEL, out.numel()), dtype=torch.float32)
+    outs = out.split(_CHUNK_NUMEL)
+    accums = [None] * len(outs) if accum is None else accum.split(_CHUNK_NUMEL)
+    chunks = zip(*(row.split(_CHUNK_NUMEL) for row in rows), strict=True)
+    for mine, before, part in zip(chunks, accums, outs, strict=True):
         total, term = buffers[:, : part.numel()].unbind()
         total.copy_(mine[0])
         for row in mine[1:]:
@@ -375,16 +418,6 @@ def _mean_in_fp32(rows: list[torch.Tensor] | torch.Tensor, accum: torch.Tensor |
             torch.add(before, total, alpha=scale, out=into)
         if not is_fp32:
             part.copy_(total)
-
-
-def _chunks(
-    rows: list[torch.Tensor], accum: torch.Tensor | None, out: torch.Tensor
-) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor]]:
-    if out.numel() <= CHUNK_NUMEL:  # small units: cutting out the only chunk is host time for nothing
-        return iter([(rows, accum, out)])
-    outs = out.split(CHUNK_NUMEL)
-    accums = [None] * len(outs) if accum is None else accum.split(CHUNK_NUMEL)
-    return zip(zip(*(row.split(CHUNK_NUMEL) for row in rows), strict=True), accums, outs, strict=True)
 
 
 def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:

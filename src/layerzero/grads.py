@@ -37,6 +37,7 @@ class GradSource:
         self._controls = controls
         self.pipeline: Control | None = None  # over the pipeline's stages, of which this model is one
         self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}  # with the gradients' stamps
+        self.weak = weakref.ref(self)  # what gradients hold
 
     def invalidate(self) -> None:
         """Some gradient changed."""
@@ -116,12 +117,12 @@ class GradShard(torch.Tensor):
     """
 
     param_id: int
-    pending: bool
-    carried: bool
-    is_whole: bool
+    pending: bool = False
+    carried: bool = False
+    is_whole: bool = True
     _local: torch.Tensor
     _fqn: str
-    _layerzero_zeroed: bool
+    _layerzero_zeroed: bool = False
     _source: weakref.ref[GradSource]
 
     @classmethod
@@ -130,12 +131,10 @@ class GradShard(torch.Tensor):
         shard = local.as_subclass(cls)
         shard._local = local
         shard.param_id = id(param.sharded)
-        shard.pending = pending
-        shard.carried = False
-        shard.is_whole = True
         shard._fqn = param.info.fqn
-        shard._layerzero_zeroed = False
-        shard._source = weakref.ref(source)
+        shard._source = source.weak
+        if pending:
+            shard.pending = True
         return shard
 
     @property
@@ -191,7 +190,6 @@ class GradShard(torch.Tensor):
         new = local.as_subclass(GradShard)
         new._local = local
         new.param_id, new._fqn, new._source = self.param_id, self._fqn, self._source
-        new.pending = new.carried = new._layerzero_zeroed = False
         new.is_whole = self.is_whole and name in _WHOLE_VIEWS
         return new
 
@@ -224,21 +222,23 @@ def _stamp(grad: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if local is None else (id(local), local._version)
 
 
+_HOLDERS = (GradShard, list, tuple)
+_NESTED = (*_HOLDERS, dict)
+
+
 def _shards_in(values: Sequence[Any]) -> list[GradShard]:
     found = []
     for value in values:
-        if isinstance(value, GradShard):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _shards_in(value)
+        if isinstance(value, _HOLDERS):
+            found += [value] if isinstance(value, GradShard) else _shards_in(value)
     return found
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, GradShard):
         return value._local
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(v) for v in value)
+    if isinstance(value, list | tuple):  # of hundreds of tensors in optimizers
+        return type(value)([_plain(v) if isinstance(v, _NESTED) else v for v in value])
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.buffers import Gather, HandOvers, PackBuffers, TransientBuffer, held_view, pack, poison, views
+from layerzero.buffers import Gather, HandOvers, PackBuffers, Staged, TransientBuffer, held_view, poison, views
 from layerzero.collectives import AxisComm
 from layerzero.errors import ShardingError
 from layerzero.lanes import DONE, Event, Lanes
@@ -155,12 +155,15 @@ class ParamGroup:
             param.local.data = view
             seen = param.local if param.spec is None else param.spec.wrap(param.local)
             param.unsharded = nn.Parameter(seen, requires_grad=self.trainable)
-        self.free()
         self._make_sharded()
         between = range(axes.num_params, axes.num_optimizer if self.trainable else axes.num_params)
-        self._main_start = self.slice.start - layout.slice(runtime.rank, axes.num_params).start  # its place in `model`
-        self._gather_model = Gather(layout, runtime.rank, runtime.comms.refresh, between)
-        self._gather_unsharded = Gather(layout, runtime.rank, runtime.comms.unshard, range(axes.num_params))
+        start = self.slice.start - layout.slice(runtime.rank, axes.num_params).start
+        self._main_in_model = self.model[start : start + self.slice.numel]  # where `main` lies in `model`
+        self._gather_model = Gather(self.model, layout, runtime.rank, runtime.comms.refresh, between)
+        self._gather_unsharded = Gather(
+            self.unsharded, layout, runtime.rank, runtime.comms.unshard, range(axes.num_params)
+        )
+        self.free()
         self.grad_accum: torch.Tensor | None = None  # fp32, grads degree
         self.with_grad: set[int] = set()  # kept with one rank only, where "no gradient" is known to be global
         self.is_replicated = runtime.tensor is not None and not any(is_cut(p.info) for p in self.params)
@@ -177,7 +180,7 @@ class ParamGroup:
         if axes.sizes and not axes.num_grads and not self.is_replicated and on_host:
             self.whole_grads = WholeGrads(layout, device)
         self._reduction: _Reduction | None = None
-        self._pack_views: dict[int, tuple[int, list[torch.Tensor], torch.Tensor]] = {}
+        self._staged: dict[int, Staged] = {}  # by slot of `pack_buffers`
         self.stale = False
         self._source = self.model if self.main is None else self.main  # what is at rest, of which others are made
         self._version = self._source._version
@@ -187,7 +190,7 @@ class ParamGroup:
         axes = self.layout.axes
         flat, num_axes = (self.model, axes.num_params) if self.main is None else (self.main, axes.num_optimizer)
         self.slice = self.layout.slice(self._rt.rank, num_axes)
-        self._offsets = []
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # shapes, strides and offsets in the slice
         for i, param in enumerate(self.params):
             held = self.layout.held(i, self._rt.rank, num_axes)
             offset = max(0, min(self.layout.params[i].start + held.start - self.slice.start, flat.numel()))
@@ -195,7 +198,7 @@ class ParamGroup:
             param.sharded = nn.Parameter(view, requires_grad=self.trainable)
             param.info = replace(param.info, global_range=held)
             param.sharded._layerzero_info = param.info  # type: ignore[attr-defined]
-            self._offsets.append((offset, held))
+            self._places.append((view.shape, view.stride(), offset))
 
     # ------------------------------------------------------------------ refresh: main -> model
 
@@ -206,7 +209,7 @@ class ParamGroup:
     def check_storage(self) -> None:
         """Raise if a parameter no longer lies in the flat buffer."""
         storage = self._source.untyped_storage().data_ptr()
-        for param, (offset, _) in zip(self.params, self._offsets, strict=True):
+        for param, (*_, offset) in zip(self.params, self._places, strict=True):
             p = param.sharded  # ranks that hold nothing of it notice too, so that all raise together
             if p.untyped_storage().data_ptr() != storage or p.storage_offset() != offset:
                 raise ShardingError(
@@ -224,9 +227,8 @@ class ParamGroup:
     def refresh(self) -> None:
         """Lane job: rebuild `model` from every rank's `main`."""
         assert self.main is not None
-        mine = self.model[self._main_start : self._main_start + self.main.numel()]
-        mine.copy_(self.main)  # straight into its place
-        self._gather_model(self.model, mine)
+        self._main_in_model.copy_(self.main)
+        self._gather_model(self._main_in_model)
 
     # ------------------------------------------------------------------ unshard, reshard
 
@@ -235,7 +237,7 @@ class ParamGroup:
         if self._transient is None:
             return
         self._transient.alloc()
-        self._gather_unsharded(self.unsharded, self.model)
+        self._gather_unsharded(self.model)
 
     def free(self) -> None:
         """Lane job: give the gathered bytes back."""
@@ -307,18 +309,21 @@ class ParamGroup:
         rt = self._rt
         if self.layout.axes.sizes:
             slot, wire = rt.pack_buffers.take(self.layout.numel, rt.reduce_dtype)
-            out_views, tail = self._views_of_slot(slot, wire)
+            staged = self._staged.get(slot)
+            if staged is None or staged.wire is not wire:
+                self._staged[slot] = staged = Staged(wire, self.layout)
         else:  # one rank: what is packed is the result
             slot, wire = -1, self.model.new_empty(self.layout.numel, dtype=torch.float32)
-            out_views, tail = views(wire, self.layout), wire[self.layout.used_numel :]
+            staged = Staged(wire, self.layout)
             self.with_grad.update(i for i, grad in enumerate(grads) if grad is not None)
         if self.whole_grads:
-            self.whole_grads.take(grads, zeroed, out_views)
-            tail.zero_()
+            self.whole_grads.take(grads, zeroed, staged)
         else:
-            pack(grads, out_views, tail)
+            staged.pack(grads)
         if rt.tensor is not None and self.is_replicated:
-            whole = [v for v, part, grad in zip(out_views, is_sum, grads, strict=True) if grad is not None and not part]
+            whole = [
+                v for v, part, grad in zip(staged.views, is_sum, grads, strict=True) if grad is not None and not part
+            ]
             if whole:
                 torch._foreach_mul_(whole, 1.0 / rt.tensor.size)
         return slot, wire
@@ -397,13 +402,6 @@ class ParamGroup:
         # A result of a reduction is ours to keep; the packed buffer is not.
         return value.to(torch.float32, copy=self.layout.axes.num_grads == 0 and bool(self.layout.axes.sizes))
 
-    def _views_of_slot(self, slot: int, wire: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        cached = self._pack_views.get(slot)
-        if cached is None or cached[0] != wire.data_ptr():
-            made = (wire.data_ptr(), views(wire, self.layout), wire[self.layout.used_numel :])
-            self._pack_views[slot] = cached = made
-        return cached[1], cached[2]
-
     def drop_reduced(self) -> None:
         """Forget the gradient of a synchronised backward that did not end."""
         self._reduction = None
@@ -446,8 +444,8 @@ class ParamGroup:
         return [self._grad_view(main_grad, i) if i in known else None for i in range(len(self.params))]
 
     def _grad_view(self, main_grad: torch.Tensor, index: int) -> torch.Tensor:
-        offset, held = self._offsets[index]
-        return held_view(main_grad, offset, held, len(self.params[index].info.global_shape))
+        shape, stride, offset = self._places[index]
+        return main_grad.as_strided(shape, stride, main_grad.storage_offset() + offset)
 
     def write_back(self) -> None:
         """Keep edits of the unsharded parameters, which are the same on every rank: both `main` and `model` follow.

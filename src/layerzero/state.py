@@ -36,10 +36,10 @@ def gather_full(engine: Engine, group: ParamGroup) -> torch.Tensor:
     full = source.new_empty(group.layout.numel)
 
     def outer_job() -> None:
-        Gather(group.layout, rank, group.comms.refresh, range(axes.num_params, num_axes))(partial, source)
+        Gather(partial, group.layout, rank, group.comms.refresh, range(axes.num_params, num_axes))(source)
 
     def inner_job() -> None:
-        Gather(group.layout, rank, group.comms.unshard, range(axes.num_params))(full, partial)
+        Gather(full, group.layout, rank, group.comms.unshard, range(axes.num_params))(partial)
 
     # On the lanes that own these process groups, so that the order of collectives is the engine's.
     done = engine.lanes.refresh.run(outer_job, after=[engine.lanes.compute()])

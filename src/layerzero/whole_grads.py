@@ -6,66 +6,56 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from layerzero.buffers import pack, views
-from layerzero.collectives import CHUNK_NUMEL
+from layerzero.buffers import Staged
+from layerzero.collectives import add_in_chunks
 from layerzero.layout import GroupLayout
+
+_Grads = Sequence[torch.Tensor | None]
 
 
 class WholeGrads:
     """fp32 sums of one param group's gradients over earlier micro-batches; no memory while there are none.
 
-    All gradients given are full-shape or None, strided and of any dtype. ``zeroed`` are indices of parameters whose
-    earlier gradients are forgotten.
+    Gradients given are full-shape or None, strided and of any dtype. ``zeroed`` are indices of parameters whose
+    earlier gradients are forgotten. They are added at once: gradients that stayed as autograd made them until there
+    are several would save passes over memory, but the next backward then writes to memory that is not in the cache,
+    or not even mapped, which took longer.
     """
 
     def __init__(self, layout: GroupLayout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
-        self._flat: torch.Tensor | None = None
-        self._sums: list[torch.Tensor] = []
+        self._sums: Staged | None = None
 
     def __bool__(self) -> bool:
-        return self._flat is not None
+        return self._sums is not None
 
-    def add(self, grads: Sequence[torch.Tensor | None], zeroed: Iterable[int]) -> None:
-        """Add the gradients of a micro-batch."""
-        if self._flat is None:
-            self._flat = torch.empty(self._layout.numel, dtype=torch.float32, device=self._device)
-            self._sums = views(self._flat, self._layout)
-            pack(grads, self._sums, self._flat[self._layout.used_numel :])
-            return
-        self._add_into(self._sums, grads, zeroed)
-
-    def take(self, grads: Sequence[torch.Tensor | None], zeroed: Iterable[int], out: Sequence[torch.Tensor]) -> None:
-        """The sums and the gradients of the last micro-batch go to ``out``, full-shape, rounded once; see `add`."""
-        self._add_into(out, grads, zeroed)
-        self._flat, self._sums = None, []
-
-    def _add_into(
-        self, out: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], zeroed: Iterable[int]
-    ) -> None:
-        for i in zeroed:
-            self._sums[i].zero_()
-        for total, grad, into in zip(self._sums, grads, out, strict=True):
-            if grad is not None:
-                _add(total, grad, into)
-            elif into is not total:
-                into.copy_(total)
-
-
-def _add(total: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> None:
-    """``out``, of any dtype and maybe ``total`` itself, becomes fp32 ``total`` plus ``grad``, all of one shape.
-
-    On a CPU in chunks: an addition of mixed dtypes takes nearly twice as long as conversions inside the cache.
-    """
-    if total.device.type != "cpu" or total.numel() <= CHUNK_NUMEL or not grad.is_contiguous():
-        out.copy_(total.add_(grad))
-        return
-    chunk = torch.empty(CHUNK_NUMEL, dtype=torch.float32)
-    flats = (t.view(-1).split(CHUNK_NUMEL) for t in (total, grad, out))
-    for earlier, new, into in zip(*flats, strict=True):
-        term = chunk[: new.numel()].copy_(new)
-        if out is total:
-            into.add_(term)
+    def add(self, grads: _Grads, zeroed: Iterable[int]) -> None:
+        """Add the gradients of a micro-batch, after which others follow."""
+        if self._sums is None:
+            flat = torch.empty(self._layout.numel, dtype=torch.float32, device=self._device)
+            self._sums = Staged(flat, self._layout)
+            self._sums.pack(grads)
         else:
-            into.copy_(term.add_(earlier))
+            self._add_into(self._sums, grads, zeroed)
+
+    def take(self, grads: _Grads, zeroed: Iterable[int], out: Staged) -> None:
+        """Fill ``out``, of any dtype, with the sums over earlier micro-batches and the last one, rounded once."""
+        self._add_into(out, grads, zeroed)
+        out.zero_padding()
+        self._sums = None
+
+    def _add_into(self, out: Staged, grads: _Grads, zeroed: Iterable[int]) -> None:
+        assert self._sums is not None
+        for i in zeroed:
+            self._sums.views[i].zero_()
+        for grad, total, into in zip(grads, self._sums.views, out.views, strict=True):
+            if grad is None:
+                if into is not total:
+                    into.copy_(total)
+            elif into.is_cpu:
+                add_in_chunks([grad.reshape(-1)], total.view(-1), into.view(-1))
+            elif into is total:
+                total.add_(grad)
+            else:
+                into.copy_(total.add_(grad))

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.buffers import PackBuffers, TransientBuffer, held_view, pack, poison, views
+from layerzero.buffers import PackBuffers, Staged, TransientBuffer, held_view, poison
 from layerzero.lanes import DONE, Lanes, LateLane, ThreadLane, adversarial
 from layerzero.layout import GroupLayout, Range
 from layerzero.profiling import LaneClock
@@ -288,7 +288,7 @@ class TestBuffers:
         layout = GroupLayout(((2, 3), (4,), (0, 3), ()), Axes((2,), 1, 1, 1))
         flat = torch.full((layout.numel,), float("nan"))
         grads = [torch.arange(6.0).view(2, 3), None, torch.empty(0, 3), torch.tensor(9.0)]
-        pack(grads, views(flat, layout), flat[layout.used_numel :])
+        Staged(flat, layout).pack(grads)
         assert layout.padding_numel > 0
         assert flat.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 0, 9] + [0] * layout.padding_numel
 
