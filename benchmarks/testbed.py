@@ -35,8 +35,8 @@ from benchmarks.workload import Workload
 
 US = "layerzero"
 PEERS = (
-    "layerzero-keep", "layerzero-full-keep", "layerzero-full", "zero1", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last", "hsdp-keep",
-    "ddp-zero1", "deepspeed", "deepspeed-hpz",
+    "layerzero-keep", "layerzero-lean", "zero1", "fsdp2", "fsdp2-node", "hsdp-allreduce-last", "hsdp-sync-last",
+    "hsdp-keep", "ddp-zero1", "deepspeed", "deepspeed-hpz",
 )  # fmt: skip
 FLOORS = ("compute", "communication")
 
@@ -129,7 +129,7 @@ def _prepare(job: Job, result: Measured, plan: Plan) -> None:
 
 def _round(jobs: list[Job], results: dict[str, Measured], nodes: Nodes, plan: Plan, number: int) -> None:
     for micro_batches in plan.micro_batches:
-        count = 2 if micro_batches == 1 else 1
+        count = 2  # steps in a row, as training has them: the first finds caches and connections cold
         turn = number % len(jobs)
         seconds = {}
         for job in jobs[turn:] + jobs[:turn]:

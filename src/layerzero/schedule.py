@@ -56,7 +56,7 @@ class Schedule:
         self._check = check
         self._gathers = {u: u.gathered_numel > 0 for u in units}
         self.kept = _choose_kept(units, options.keep_numel)
-        self._last_use = False  # a backward runs after which the parameters change
+        self._last_use = False  # parameters may change after this pass or backward
         self._live: list[Unit] = []
         self._prefetched: list[Unit] = []
         self._grad = True
@@ -72,7 +72,7 @@ class Schedule:
     def begin_pass(self, grad_enabled: bool) -> None:
         """The outermost forward starts."""
         self._grad = grad_enabled
-        self._last_use = False
+        self._last_use = not grad_enabled
         if not grad_enabled or len(self._trace[True]) > _MAX_TRACE_PER_UNIT * len(self._units):
             self._restart(grad_enabled)
 
@@ -228,20 +228,17 @@ class Schedule:
             skipped = unit is current or unit.is_root or unit.forward_depth or unit.phase is Phase.KEPT
             if not skipped and unit not in named:
                 named.append(unit)
-        ahead = named[:depth]
-        if not self._options.limit:
-            room = len(ahead)
-        else:
+        if self._options.limit:
             # One more than `depth`: the unit around the running one gets its gradient in between, as current.
             for unit in [u for u in self._prefetched if u not in named[: depth + 1] and u is not current]:
                 self.reshard(unit)
+        missing = [u for u in named[:depth] if u.phase is Phase.SHARDED]
+        if missing and self._options.limit:
             counted = [u for u in self._live if u is not current and not u.is_root and not u.forward_depth]
-            room = depth - len(counted)
-        for unit in ahead:
-            if unit.phase is Phase.SHARDED and room > 0:
-                room -= 1
-                self._gather(unit)
-                self._prefetched.append(unit)
+            del missing[max(0, depth - len(counted)) :]
+        for unit in missing:
+            self._gather(unit)
+            self._prefetched.append(unit)
 
     def _gather(self, unit: Unit) -> None:
         is_kept = unit.phase is Phase.KEPT

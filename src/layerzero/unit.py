@@ -13,13 +13,13 @@ from layerzero.lanes import DONE, Event
 from layerzero.tensor_parallel import local_of
 
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):  # whose hash, unlike that of an Enum, is no call of Python code
     """Where a unit's parameters are."""
 
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-    KEPT = "kept"  # not in use, and the bytes stay for the next use
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()
+    KEPT = enum.auto()  # not in use, and the bytes stay for the next use
 
 
 _LEGAL = {
@@ -106,7 +106,7 @@ class Unit:
     @phase.setter
     def phase(self, new: Phase) -> None:
         if (self._phase, new) not in _LEGAL:
-            raise AssertionError(f"{self!r}: illegal transition {self._phase.value} -> {new.value}")
+            raise AssertionError(f"{self!r}: illegal transition {self._phase.name} -> {new.name}")
         self._phase = new
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,46 @@ STEPS = ("adamw", "adamw foreach", "adamw fused", "sgd", "foreign optimizer")
 
 def mutation(name: str, strategy: str, lane: str, dtype: str) -> int:
     return sweep(MUTATIONS[name](), strategy, lane, dtype, hidden=name in HIDDEN, grows=name in STEPS)
+
+
+def frozen_edit(strategy: str, lane: str) -> int:
+    """Frozen parameters, edited in several ways between two micro-batches of one step; how many ways."""
+
+    def build() -> Net:
+        net = Net()
+        net.layers[1].requires_grad_(False)
+        return net
+
+    twins = Twins(build, strategy, lane, units=[Layer])
+
+    @torch.no_grad()
+    def in_place(net: Any) -> None:
+        for p in net.layers[1].parameters():
+            p.mul_(1.5)
+
+    def load(net: Any) -> None:
+        _load(net, 0.7)
+
+    def unsharded_edit(net: Any) -> None:
+        with unsharded(net, net.layers[1]), torch.no_grad():
+            net.layers[1].gain.mul_(1.5)
+
+    def freeze(net: Any) -> None:
+        net.layers[0].gain.requires_grad_(False).mul_(1.5)
+        net.layers[0].gain.requires_grad_(True)
+
+    edits = (in_place, load, unsharded_edit, freeze)
+    for edit in edits:
+        with contextlib.ExitStack() as stack:
+            for net in (*twins.clones, twins.model):
+                stack.enter_context(no_sync(net))
+            twins.each(_train)
+            old = _evaluate(twins.clones[0], 0)
+            twins.each(lambda net, rank, edit=edit: edit(net))
+            assert not torch.allclose(old, _evaluate(twins.clones[0], 0))
+            twins.each(_train)
+        twins.each(_train)
+        twins.check_grads()
+        for net in (*twins.clones, twins.model):
+            net.zero_grad()
+    return len(edits)

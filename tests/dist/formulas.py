@@ -16,6 +16,8 @@ class Group:
     trainable: bool
     gathers: int
     """In one steady micro-batch: 1 where the unit stays gathered from forward to backward, else 2."""
+    kept: bool = False
+    """Gathered once per step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def expected_traffic(groups: Sequence[Group], s: Strategy, micro: int) -> Traffi
             shard = s.numel(group) // s.degree(axis + 1)
             sent = shard * (size - 1)
             if axis < s.num_params:
-                add("unshard", axis, micro * group.gathers, sent * s.compute_nbytes)
+                add("unshard", axis, 1 if group.kept else micro * group.gathers, sent * s.compute_nbytes)
             if not group.trainable:
                 continue
             if s.num_params <= axis < s.num_optimizer:

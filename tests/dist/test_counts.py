@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -102,13 +102,13 @@ class Wiretap:
             patch.undo()
 
 
-def groups_of(model: nn.Module, units: dict[str, int]) -> list[Group]:
+def groups_of(model: nn.Module, units: dict[str, int], kept: Sequence[str] = ()) -> list[Group]:
     """Param groups of an unsharded model by size; ``units`` are name -> gathers per micro-batch, the root is ''."""
     sizes: dict[tuple[str, bool], int] = {}
     for name, p in model.named_parameters():
         unit = next((u for u in units if u and name.startswith(u + ".")), "")
         sizes[unit, p.requires_grad] = sizes.get((unit, p.requires_grad), 0) + p.numel()
-    return [Group(unit, numel, trainable, units[unit]) for (unit, trainable), numel in sizes.items()]
+    return [Group(u, numel, trainable, units[u], u in kept) for (u, trainable), numel in sizes.items()]
 
 
 ODD_UNITS = {"": 1, "blocks.0": 2, "blocks.1": 2, "blocks.2": 1}
@@ -147,13 +147,14 @@ def neighbours(sizes: tuple[int, ...], rank: int, axis: int) -> tuple[int, ...]:
 
 
 def step_case(
-    options: dict[str, Any], strategy: dict[str, Any], micro: int, lane: str, units: dict[str, int] | None = None
+    options: dict[str, Any], strategy: dict[str, Any], micro: int, lane: str, units: dict[str, int] | None = None,
+    kept: Sequence[str] = (),
 ) -> dict[str, list[float]]:
     """Two steady steps: counters, real calls and formula agree. Returns what was sent, by "kind axis"."""
     s = Strategy(**{**strategy, "sizes": tuple(strategy["sizes"])})
     rank, _ = rank_and_size()
     model = OddModel()
-    want = expected_traffic(groups_of(model, units or ODD_UNITS), s, micro)
+    want = expected_traffic(groups_of(model, units or ODD_UNITS, kept), s, micro)
     tap = Wiretap()
     with tap.listening():
         with lane_context(lane):
@@ -211,7 +212,9 @@ EIGHT_RANKS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, int, in
 DTYPES = {"fp32": ("fp32", "fp32", 4, 4), "bf16": ("bf16", "bf16", 2, 2), "bf16-reduce-fp32": ("bf16", "fp32", 2, 4)}
 
 
-def run_steps(pool: Pool, entry: tuple[Any, ...], dtype: str, micro: int, lane: str) -> dict[str, list[float]]:
+def run_steps(
+    pool: Pool, entry: tuple[Any, ...], dtype: str, micro: int, lane: str, kept: Sequence[str] = ()
+) -> dict[str, list[float]]:
     options, sizes, (params, grads, optimizer) = entry
     param_dtype, reduce_dtype, compute_nbytes, wire_nbytes = DTYPES[dtype]
     strategy = {
@@ -222,7 +225,9 @@ def run_steps(pool: Pool, entry: tuple[Any, ...], dtype: str, micro: int, lane: 
     world = 1
     for size in sizes:
         world *= size
-    first, *others = pool.run(step_case, world, options=options, strategy=strategy, micro=micro, lane=lane)
+    first, *others = pool.run(
+        step_case, world, options=options, strategy=strategy, micro=micro, lane=lane, kept=list(kept)
+    )
     assert all(other == first for other in others)
     return first
 
@@ -242,6 +247,18 @@ class TestSteadySteps:
         one = run_steps(pool, EIGHT_RANKS[name], "bf16", 1, "threads")
         three = run_steps(pool, EIGHT_RANKS[name], "bf16", 3, "late")
         self.check_slow_axes(EIGHT_RANKS[name], one, three)
+
+    @pytest.mark.parametrize(
+        ("keep_num_params", "kept"),
+        [(10**9, ODD_UNITS), (2000, ["", "blocks.0"]), (1000, [""]), (10, [])],
+        ids=["all", "root-and-one", "root", "none"],
+    )
+    @pytest.mark.parametrize("name", ["layerzero", "layerzero-full", "zero3-nodes"])
+    def test_kept_units(self, pool: Pool, name: str, keep_num_params: int, kept: Sequence[str]) -> None:
+        options, *rest = FOUR_RANKS[name]
+        entry = ({**options, "keep_num_params": keep_num_params}, *rest)
+        number = len(kept) + len(name)
+        run_steps(pool, entry, list(DTYPES)[number % 3], 3, ["threads", "late"][number % 2], kept)
 
     @staticmethod
     def check_slow_axes(entry: tuple[Any, ...], one: dict[str, Any], three: dict[str, Any]) -> None:

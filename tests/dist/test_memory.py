@@ -242,6 +242,54 @@ def test_units_gathered_at_once(pool: Pool, depth: int, timing: str) -> None:
         assert 1 <= measured <= counted <= 1 + depth and nbytes <= reported
 
 
+def kept_case(keep_num_params: int) -> list[list[str]]:
+    """Units beside the root whose bytes are there after each pass of a step, then after an evaluation."""
+    rank, _ = rank_and_size()
+    model = Chain()
+    lz.shard(model, units=[Block], sharding="zero3", keep_num_params=keep_num_params)
+    engine = engine_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.full((2, 16), 1.0 + rank)
+
+    def gathered() -> list[str]:
+        drain(model)
+        return [u.name for u in engine.units for g in u.groups if g.unsharded.untyped_storage().nbytes()]
+
+    found = []
+    for _ in range(2):
+        with model.no_sync():
+            for _ in range(2):
+                model(x).square().sum().backward()
+                found.append(gathered())
+        model(x).square().sum().backward()
+        found.append(gathered())
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.no_sync():
+        model(x).square().sum().backward()
+    with torch.no_grad():
+        model(x)
+    found.append(gathered())
+    return found
+
+
+@pytest.mark.parametrize("keep_num_params", [0, 3000, 10**9])
+def test_kept_units_stay_until_the_last_backward(pool: Pool, keep_num_params: int) -> None:
+    kept = {0: [], 3000: ["", "blocks.0", "blocks.1"], 10**9: ["", *(f"blocks.{i}" for i in range(5))]}[keep_num_params]
+    for found in pool.run(kept_case, 2, keep_num_params=keep_num_params):
+        assert found[:6] == [kept, kept, []] * 2
+        assert found[6] == []  # parameters may change after an evaluation
+
+
+@pytest.mark.parametrize("keep_num_params", [3000, 10**9])
+def test_most_bytes_with_kept_units(pool: Pool, keep_num_params: int) -> None:
+    options = {"sharding": "zero3", "keep_num_params": keep_num_params}
+    _, *steady = pool.run(peak_case, 2, options=options, in_order=True)[0]
+    for measured, counted, nbytes, reported in steady:
+        assert measured == counted == (4 if keep_num_params == 3000 else 5)
+        assert nbytes == reported
+
+
 @pytest.mark.parametrize("sharding", ["ddp", "zero2"])
 def test_whole_parameters_are_never_gathered(pool: Pool, sharding: str) -> None:
     assert pool.run(peak_case, 2, options={"sharding": sharding})[0] == [[0, 0, 0, 0]] * 3

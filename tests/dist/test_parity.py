@@ -35,6 +35,8 @@ SCHEDULES: list[dict[str, Any]] = [
     {"limit_all_gathers": False, "prefetch_depth": 3},
     {"forward_prefetch": False},
     {"desync_check": True},
+    {"keep_num_params": 10**9},
+    {"keep_num_params": 1300, "prefetch_depth": 2},  # the root and a block of OddModel
 ]
 
 # (micro, dtype, lane); in each of the first two lists every value of every factor occurs.
