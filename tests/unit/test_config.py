@@ -60,6 +60,7 @@ OUR_DEFAULTS = {
     "min_num_params": None,
     "node_size": None,
     "prefetch_depth": 1,
+    "keep_num_params": 0,
     "sync_module_states": True,
     "desync_check": False,
 }
@@ -267,6 +268,7 @@ def test_all_problems_are_listed_together(tmp_path):
         ("min_num_params", 1.5, "got 1.5"),
         ("min_num_params", False, "got False"),
         ("prefetch_depth", -1, "expected an integer >= 0, got -1"),
+        ("keep_num_params", "all", "got 'all'"),
         ("forward_prefetch", 1, "expected true or false, got 1"),
         ("forward_prefetch", "true", "got 'true'. Write it without quotes"),
         ("limit_all_gathers", None, "got None"),
@@ -497,6 +499,7 @@ VALUES = {
     "min_num_params": OPTIONAL_COUNTS,
     "node_size": OPTIONAL_COUNTS,
     "prefetch_depth": st.integers(0, 16),
+    "keep_num_params": st.integers(0, 10**12),
     "sync_module_states": st.booleans(),
     "desync_check": st.booleans(),
 }
