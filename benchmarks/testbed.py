@@ -129,7 +129,7 @@ def _prepare(job: Job, result: Measured, plan: Plan) -> None:
 
 def _round(jobs: list[Job], results: dict[str, Measured], nodes: Nodes, plan: Plan, number: int) -> None:
     for micro_batches in plan.micro_batches:
-        count = 2  # steps in a row, as training has them: the first finds caches and connections cold
+        count = 2 if micro_batches == 1 else 1
         turn = number % len(jobs)
         seconds = {}
         for job in jobs[turn:] + jobs[:turn]:

@@ -386,12 +386,11 @@ def _exchange(wire: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch) ->
 
 def _mean_at_once(rows: torch.Tensor, accum: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Mean of ``rows`` [m, n], summed in fp32, plus ``accum`` [n], which is the result where ``dtype`` is fp32 too."""
+    scale, total = 1.0 / rows.shape[0], rows.sum(0, dtype=torch.float32)
     if accum is None:
-        mean = rows.mean(0, dtype=torch.float32)
+        mean = total.mul_(scale)
     else:
-        total = rows.sum(0, dtype=torch.float32)
-        out = accum if dtype is torch.float32 else total
-        mean = torch.add(accum, total, alpha=1.0 / rows.shape[0], out=out)
+        mean = torch.add(accum, total, alpha=scale, out=accum if dtype is torch.float32 else total)
     return mean if dtype is torch.float32 else mean.to(dtype)
 
 

@@ -43,7 +43,7 @@ class Schedule:
     to the end of the backward, an evaluation record over one forward.
 
     Attributes:
-        kept: units that stay unsharded between uses, until parameters change.
+        kept: units that stay unsharded between uses, until parameters change; the values mean nothing.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Schedule:
         self._lanes = lanes
         self._traffic = traffic
         self._check = check
-        self._gathers = {u: u.gathered_numel > 0 for u in units}
+        self._gathers = {u: any(g.layout.axes.num_params for g in u.groups) for u in units}
         self.kept = _choose_kept(units, options.keep_numel)
         self._last_use = False  # parameters may change after this pass or backward
         self._live: list[Unit] = []
@@ -97,7 +97,8 @@ class Schedule:
                 self.reshard(unit)
         if self._last_use:
             for unit in self.kept:
-                self.drop(unit)
+                if not unit.forward_depth:
+                    self.drop(unit)
 
     def _restart(self, grad: bool) -> None:
         self._trace[grad] = []
@@ -167,6 +168,7 @@ class Schedule:
             self._prefetched.remove(unit)
         if unit in self.kept and not self._last_use:
             unit.phase = Phase.KEPT
+            unit.last_use_event = self._lanes.compute()
         else:
             self._free(unit, was_gathered)
 
@@ -191,7 +193,7 @@ class Schedule:
         if was_gathered and self._lanes.are_threads:  # compute is done with it when its calls return
             free()
         else:
-            self._lanes.unshard.run(free, after=[self._lanes.compute()])
+            self._lanes.unshard.run(free, after=[unit.last_use_event, self._lanes.compute()])
 
     def _count_allocated(self, unit: Unit, change: int) -> None:
         if unit.is_root:
@@ -244,11 +246,11 @@ class Schedule:
         is_kept = unit.phase is Phase.KEPT
         unit.phase = Phase.GATHERING
         self._live.append(unit)
-        if is_kept:
-            return  # by the gather whose event is still the unit's
         if not self._gathers[unit]:
             unit.unshard_event = unit.refresh_event
             return
+        if is_kept:
+            return  # the event of the gather that brought it is still the unit's
         check = self._check if self._check.enabled else None
 
         def job() -> None:
@@ -262,11 +264,12 @@ class Schedule:
         unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])
 
 
-def _choose_kept(units: Sequence[Unit], keep_numel: int) -> frozenset[Unit]:
+def _choose_kept(units: Sequence[Unit], keep_numel: int) -> dict[Unit, None]:
     """Units that stay, in registration order as long as they fit: the same on every rank, whatever runs."""
-    kept = []
+    kept = {}
     for unit in units:
-        if 0 < unit.gathered_numel <= keep_numel:
-            keep_numel -= unit.gathered_numel
-            kept.append(unit)
-    return frozenset(kept)
+        numel = sum(g.layout.numel for g in unit.groups)
+        if numel <= keep_numel:
+            keep_numel -= numel
+            kept[unit] = None
+    return kept

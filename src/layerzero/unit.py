@@ -52,7 +52,6 @@ class Unit:
     Attributes:
         name: the module's name; empty for the root.
         index: registration order, the id compared across ranks.
-        gathered_numel: elements that an unshard brings.
         forward_depth: nested forwards that need the parameters now.
         active: backward uses between "gradient arrived at the output" and "inputs' gradients are done".
         pending: grad-enabled forwards whose backward has not finished.
@@ -72,12 +71,12 @@ class Unit:
         self.is_root = is_root
         self.trainable_groups = [g for g in groups if g.trainable]
         self.params = [p for g in groups for p in g.params]
-        self.gathered_numel = sum(g.layout.numel for g in groups if g.layout.axes.num_params)
         self._phase = Phase.SHARDED
         self._sharded_slots = [(d, name, p.sharded) for p in self.params for d, name in p.slots]
         self._unsharded_slots = [(d, name, p.unsharded) for p in self.params for d, name in p.slots]
         self.unshard_event: Event = DONE
         self.refresh_event: Event = DONE
+        self.last_use_event: Event = DONE  # of a kept unit: whoever frees it may be on another stream
         self.has_frozen = any(not g.trainable for g in groups)
         self.num_trainable = sum(len(g.params) for g in self.trainable_groups)
         self.forward_depth = 0

@@ -425,3 +425,24 @@ def zeroing_one_unit(strategy: str, lane: str) -> None:
         twins.check_grads(min_nonzero=2)
         twins.step()
     twins.check_params()
+
+
+class Forces(Net):
+    """Runs a backward inside its forward, and needs its parameters after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        where = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(super().forward(where).sum(), where)
+        return super().forward(x + force.detach())
+
+
+def backward_inside_forward(strategy: str, lane: str) -> None:
+    twins = twins_of(strategy, lane, Forces)
+
+    def script(net: Any, rank: int) -> None:
+        with no_sync(net):
+            loss_of(net, rank, 0).backward()
+        loss_of(net, rank, 1).backward()
+
+    twins.train(script)
