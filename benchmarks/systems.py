@@ -139,7 +139,7 @@ class FSDP2(System):
         self.hold_back, self.keep = hold_back, keep
         blocks = list(self.model.blocks)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard_after_forward and not keep, **options)
+            fully_shard(block, reshard_after_forward=False if keep else reshard_after_forward, **options)
         fully_shard(self.model, **options)
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])

@@ -195,7 +195,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     micro_batches: Annotated[str, typer.Option(help="numbers of micro-batches per step, comma-separated")] = "1,4",
     systems: Annotated[str, typer.Option(help="peers and floors to measure, comma-separated; default all")] = "",
-    alive: Annotated[int, typer.Option(min=1, help="systems whose processes exist at once")] = 4,
+    alive: Annotated[int, typer.Option(min=1, help="systems whose processes exist at once: idle ones wake up too")] = 2,
     deepspeed_python: Annotated[Path, typer.Option(help="a Python that has torch, deepspeed and pydantic")] = Path(
         ".venv-deepspeed/bin/python"
     ),
