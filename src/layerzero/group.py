@@ -144,6 +144,7 @@ class ParamGroup:
         self.main = own(axes.num_optimizer, torch.float32) if self.trainable else None
         self.aliased = self.trainable and dtype is torch.float32 and axes.num_params == axes.num_optimizer
         self.model = self.main if self.main is not None and self.aliased else own(axes.num_params, dtype)
+        self._source = self.model if self.main is None else self.main  # what is at rest, of which others are made
         self._transient: TransientBuffer | None = None
         if axes.num_params:
             self._transient = TransientBuffer(layout.numel, dtype, device, runtime.lanes.poison)
@@ -182,13 +183,12 @@ class ParamGroup:
         self._reduction: _Reduction | None = None
         self._staged: dict[int, Staged] = {}  # by slot of `pack_buffers`
         self.stale = False
-        self._source = self.model if self.main is None else self.main  # what is at rest, of which others are made
         self._version = self._source._version
         self.checksum: torch.Tensor | None = None
 
     def _make_sharded(self) -> None:
         axes = self.layout.axes
-        flat, num_axes = (self.model, axes.num_params) if self.main is None else (self.main, axes.num_optimizer)
+        flat, num_axes = self._source, axes.num_params if self.main is None else axes.num_optimizer
         self.slice = self.layout.slice(self._rt.rank, num_axes)
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # shapes, strides and offsets in the slice
         for i, param in enumerate(self.params):
