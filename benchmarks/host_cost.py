@@ -37,8 +37,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import layerzero as lz
 import layerzero.collectives
 from benchmarks.jobs import ROOT
+from layerzero.lanes import Lanes
 
-SYSTEMS = ("layerzero", "hsdp", "plain")
+SYSTEMS = ("layerzero", "layerzero-streams", "hsdp", "plain")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Setting:
     """One measurement.
 
     Attributes:
+        system: "layerzero-streams" has its lanes as on an accelerator, where they are streams: all host work is done
+            by the calling thread, as FSDP2's is on every device. Here these streams order nothing, like FSDP2's.
         units: blocks of two linear layers of ``width``; a unit's parameters divide by ``world_size * 8`` at the
             default width up to 4096 ranks, so that no size is favoured by padding.
         ranks_per_node: ZeRO-3 group, or HSDP's shard group.
@@ -95,7 +98,9 @@ def build(setting: Setting) -> tuple[nn.Module, Callable[[nn.Module], object]]:
     model = nn.Sequential(*(Block(setting.width) for _ in range(setting.units)))
     if setting.system == "plain":
         return model.bfloat16(), lambda m: m
-    if setting.system == "layerzero":
+    if setting.system.startswith("layerzero"):
+        if setting.system == "layerzero-streams":
+            Lanes.make = classmethod(lambda cls, device: cls.on_streams(HostStreams, device))
         options = {"sharding": "layerzero", "zero3_size": setting.ranks_per_node, "node_size": setting.ranks_per_node}
         return model, lambda m: lz.shard(
             m, units=[Block], param_dtype="bf16", reduce_dtype="bf16", sync_module_states=False, **options
@@ -110,6 +115,19 @@ def build(setting: Setting) -> tuple[nn.Module, Callable[[nn.Module], object]]:
         return fully_shard(m, mesh=mesh, mp_policy=policy)
 
     return model, hsdp
+
+
+class HostStreams:
+    """torch's streams of the CPU, which run everything at once, with the interface of an accelerator's."""
+
+    Event = torch.cpu.Event
+    current_stream = staticmethod(torch.cpu.current_stream)
+    stream = staticmethod(torch.cpu.stream)
+
+    @staticmethod
+    def Stream(device: torch.device, priority: int) -> torch.cpu.Stream:  # noqa: N802 - named as in torch.cuda
+        """A stream of ``device``, which is the CPU."""
+        return torch.cpu.Stream(priority)
 
 
 class CollectiveTime:

@@ -245,8 +245,10 @@ class Engine:
             what = "gradients of gradients (create_graph=True)" if grad.requires_grad else f"gradients of {grad.layout}"
             raise ShardingError(f"{unit!r} got {what}, which are not supported; sparse ones come from sparse=True")
         task = torch._C._current_graph_task_id()
-        unit.fires[task] = unit.fires.get(task, 0) + 1
+        unit.fires[task] = fires = unit.fires.get(task, 0) + 1
         unit.fired_nested |= task != self._graph_task
+        if fires < unit.num_trainable and not unit.is_reentrant:
+            return  # for speed: what follows would find the same
         final = unit.all_arrived()
         if final:
             self._gradients_final(unit)

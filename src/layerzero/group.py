@@ -332,6 +332,8 @@ class ParamGroup:
         """Of every parameter: the gradient's local tensor, and whether tensor-parallel ranks hold parts of a sum."""
         grads: list[torch.Tensor | None] = [param.unsharded.grad for param in self.params]
         is_sum = [False] * len(grads)
+        if self._rt.tensor is None:
+            return grads, is_sum
         for i, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
             if param.spec is not None and grad is not None:
                 grads[i], is_sum[i] = param.spec.local_grad(grad)
@@ -435,7 +437,8 @@ class ParamGroup:
             present = [s for s in sums if s is not None]
             if scale != 1.0 and present:
                 torch._foreach_mul_(present, scale)
-            return [None if s is None else s.view(p.sharded.shape) for s, p in zip(sums, self.params, strict=True)]
+            places = zip(sums, self._places, strict=True)
+            return [None if s is None else s.as_strided(shape, stride) for s, (shape, stride, _) in places]
         main_grad = self.take_main_grad()
         if scale != 1.0:
             main_grad.mul_(scale)

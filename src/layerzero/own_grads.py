@@ -19,36 +19,42 @@ class OwnGrads:
     def __init__(self, count: int, storages: set[int]) -> None:
         """``storages``: addresses of the memory that all groups of the model keep here."""
         self._sums: list[torch.Tensor | None] = [None] * count
+        self._addresses = [0] * count  # of the sums' memory; 0 where there is none
         self._storages = storages
 
     def add(self, grads: Sequence[torch.Tensor | None], zeroed: Iterable[int]) -> None:
         """Add full-shape gradients, strided and of any dtype, to the fp32 sums; those at ``zeroed`` start anew."""
         for i in zeroed:
             self._forget(i)
-        for i, grad in enumerate(grads):
-            total = self._sums[i]
+        for i, (grad, total) in enumerate(zip(grads, self._sums, strict=True)):
             if grad is None:
                 continue
             if total is None:
-                self._keep(i, grad.to(torch.float32).contiguous())
+                self._keep(i, grad)
             else:
                 total.add_(grad)
 
     def take(self) -> list[torch.Tensor | None]:
         """The sums, full-shape fp32 and contiguous; None where no gradient arrived since the last call."""
         sums = list(self._sums)
+        self._storages.difference_update(self._addresses)
         for i in range(len(sums)):
-            self._forget(i)
+            self._sums[i], self._addresses[i] = None, 0
         return sums
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
+        if grad.dtype is not torch.float32 or not grad.is_contiguous():
+            grad = grad.to(torch.float32).contiguous()
         storage = grad.untyped_storage()
-        if storage.data_ptr() in self._storages or storage.nbytes() > grad.numel() * grad.element_size():
+        address = storage.data_ptr()
+        if address in self._storages or storage.nbytes() > grad.nbytes:
             grad = grad.clone()
-        self._storages.add(grad.untyped_storage().data_ptr())
-        self._sums[index] = grad
+            address = grad.untyped_storage().data_ptr()
+        self._storages.add(address)
+        self._sums[index], self._addresses[index] = grad, address
 
     def _forget(self, index: int) -> None:
-        total, self._sums[index] = self._sums[index], None
-        if total is not None:
-            self._storages.discard(total.untyped_storage().data_ptr())
+        if self._sums[index] is not None:
+            self._sums[index] = None
+            self._storages.discard(self._addresses[index])
+            self._addresses[index] = 0

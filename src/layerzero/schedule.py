@@ -55,6 +55,7 @@ class Schedule:
         self._traffic = traffic
         self._check = check
         self._gathers = {u: any(g.layout.axes.num_params for g in u.groups) for u in units}
+        self._gathers_any = any(self._gathers.values())
         self.kept = _choose_kept(units, options.keep_numel)
         self._last_use = False  # parameters may change after this pass or backward
         self._live: list[Unit] = []
@@ -224,6 +225,8 @@ class Schedule:
 
     def prefetch(self, current: Unit) -> None:
         """Gather the units that the record names next, within the bound; free prefetches it does not name."""
+        if not self._gathers_any:
+            return
         depth = self._options.prefetch_depth
         named: list[Unit] = []
         for unit in self._upcoming():

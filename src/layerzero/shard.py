@@ -337,7 +337,7 @@ def _install(engine: Engine, by_module: dict[nn.Module, Unit]) -> None:
         hook = ModuleHook(engine, module, tuple(needed) or (unit,))
         hooks_by_module[module] = hook
         if needed:
-            hook.install(module)
+            hook.install(module, is_top)
             install_state_dict_hooks(module, engine)
         if is_top:
             become_sharded(module)

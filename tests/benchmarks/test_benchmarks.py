@@ -128,7 +128,8 @@ def test_every_system_trains(pool: Pool) -> None:
 def test_host_cost(report_of: Callable[[str], dict[str, Any]]) -> None:
     rows = report_of("host_cost")["rows"]
     assert [(r["system"], r["world_size"]) for r in rows] == [
-        ("layerzero", 8), ("hsdp", 8), ("plain", 8), ("layerzero", 16), ("hsdp", 16),
+        ("layerzero", 8), ("layerzero-streams", 8), ("hsdp", 8), ("plain", 8),
+        ("layerzero", 16), ("layerzero-streams", 16), ("hsdp", 16),
     ]  # fmt: skip
     for row in rows:
         assert row["step_seconds"] > 0 and row["bookkeeping_nbytes"] > 0
