@@ -125,7 +125,7 @@ class HostStreams:
     stream = staticmethod(torch.cpu.stream)
 
     @staticmethod
-    def Stream(device: torch.device, priority: int) -> torch.cpu.Stream:  # noqa: N802 - named as in torch.cuda
+    def Stream(device: torch.device, priority: int) -> torch.cpu.Stream:
         """A stream of ``device``, which is the CPU."""
         return torch.cpu.Stream(priority)
 

@@ -28,11 +28,15 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 15,
     layers: int = Workload.layers,
     width: int = Workload.width,
+    batch: Annotated[int, typer.Option(min=1, help="samples of 128 tokens")] = Workload.batch,
     output: Annotated[Path | None, typer.Option(help="write everything measured here, as JSON")] = None,
 ) -> None:
     """Measure LayerZeRO's step over plain PyTorch's."""
     torch.set_num_threads(1)
-    workload, place = Workload(layers=layers, width=width, dtype="fp32"), Place(0, 1, 1, torch.device("cpu"))
+    workload, place = (
+        Workload(layers=layers, width=width, batch=batch, dtype="fp32"),
+        Place(0, 1, 1, torch.device("cpu")),
+    )
     systems = {"plain": Plain(workload, place), "layerzero": LayerZeRO(workload, place, node_size=None)}
     batches = workload.batches(0, num=1)
     seconds: dict[str, list[float]] = {name: [] for name in systems}

@@ -231,9 +231,10 @@ class Engine:
         if not unit.active and not unit.forward_depth:
             self.schedule.backward_over(unit)
 
-    def grad_arrived(self, unit: Unit, param: nn.Parameter) -> None:
+    def grad_arrived(self, unit: Unit, param: torch.Tensor) -> None:
         """A parameter's gradient was accumulated."""
-        self._enter_backward()
+        if not self._in_backward:
+            self._enter_backward()
         if unit.reduced:
             raise ShardingError(
                 f"{unit!r} got a gradient after it was reduced: a parameter that went unused in other steps was used "

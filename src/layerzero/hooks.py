@@ -183,7 +183,6 @@ def install_param_hooks(engine: Engine, unit: Unit) -> None:
     def arrived(tensor: torch.Tensor) -> None:
         engine, unit = weak_engine(), weak_unit()
         if engine is not None and unit is not None:
-            assert isinstance(tensor, nn.Parameter)
             engine.grad_arrived(unit, tensor)
 
     for group in unit.trainable_groups:

@@ -25,7 +25,10 @@ class OwnGrads:
     def add(self, grads: Sequence[torch.Tensor | None], zeroed: Iterable[int]) -> None:
         """Add full-shape gradients, strided and of any dtype, to the fp32 sums; those at ``zeroed`` start anew."""
         for i in zeroed:
-            self._forget(i)
+            if self._sums[i] is not None:
+                self._sums[i] = None
+                self._storages.discard(self._addresses[i])
+                self._addresses[i] = 0
         for i, (grad, total) in enumerate(zip(grads, self._sums, strict=True)):
             if grad is None:
                 continue
@@ -52,9 +55,3 @@ class OwnGrads:
             address = grad.untyped_storage().data_ptr()
         self._storages.add(address)
         self._sums[index], self._addresses[index] = grad, address
-
-    def _forget(self, index: int) -> None:
-        if self._sums[index] is not None:
-            self._sums[index] = None
-            self._storages.discard(self._addresses[index])
-            self._addresses[index] = 0
