@@ -43,7 +43,7 @@ class Schedule:
     to the end of the backward, an evaluation record over one forward.
 
     Attributes:
-        kept: units that stay unsharded between uses, until parameters change; the values mean nothing.
+        kept: units that stay unsharded between uses, until parameters change.
     """
 
     def __init__(
@@ -93,13 +93,10 @@ class Schedule:
         """Free everything that need not stay, and remember the order."""
         self._grad = True
         self.end_pass()
-        for unit in list(self._live):
+        give_back = self.drop if self._last_use else self.reshard
+        for unit in self._units:
             if not unit.forward_depth:
-                self.reshard(unit)
-        if self._last_use:
-            for unit in self.kept:
-                if not unit.forward_depth:
-                    self.drop(unit)
+                give_back(unit)
 
     def _restart(self, grad: bool) -> None:
         self._trace[grad] = []
@@ -267,12 +264,12 @@ class Schedule:
         unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])
 
 
-def _choose_kept(units: Sequence[Unit], keep_numel: int) -> dict[Unit, None]:
+def _choose_kept(units: Sequence[Unit], keep_numel: int) -> frozenset[Unit]:
     """Units that stay, in registration order as long as they fit: the same on every rank, whatever runs."""
-    kept = {}
+    kept = []
     for unit in units:
         numel = sum(g.layout.numel for g in unit.groups)
         if numel <= keep_numel:
             keep_numel -= numel
-            kept[unit] = None
-    return kept
+            kept.append(unit)
+    return frozenset(kept)
