@@ -20,17 +20,17 @@ Whatever is not over by then is over at the end of the backward, which autograd 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
-from torch import nn
 
 from layerzero.collectives import Control, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.errors import ShardingError
-from layerzero.grads import GradSource
+from layerzero.grads import GradSource, is_pending
 from layerzero.lanes import Lanes
 from layerzero.layout import GroupLayout
 from layerzero.precision import Casts
@@ -40,6 +40,26 @@ from layerzero.schedule import Schedule
 from layerzero.sharding import Axes
 from layerzero.tensor_parallel import TensorRanks
 from layerzero.unit import Unit, Use
+
+
+class Frame:
+    """One forward that asked for parameters.
+
+    Attributes:
+        caller: the Python frame that calls a module which is no unit, from outside its unit's forward. What a
+            KeyboardInterrupt unwinds runs no forward hooks; a unit's ``__call__`` notices, other modules have none.
+        entered: whether the engine counts it; no longer after an interrupt.
+        starts_pass: nothing was entered around it.
+        uses: an entry for each unit that was entered so far.
+    """
+
+    __slots__ = ("caller", "entered", "starts_pass", "thread", "uses")
+
+    def __init__(self, caller: FrameType | None = None) -> None:
+        self.caller = caller
+        self.thread = threading.get_ident() if caller is not None else 0
+        self.entered = self.starts_pass = False
+        self.uses: list[Use | None] = []
 
 
 @dataclass(eq=False)
@@ -75,7 +95,11 @@ class Engine:
     hold: bool = False
     probing: bool = False
     forward_depth: int = 0
+    num_contexts: int = 0  # open `unsharded()` contexts, which count as forwards
+    frames: list[Frame] = field(default_factory=list)  # entered forwards
+    outside: list[Frame] = field(default_factory=list)  # those among them that have a caller
     resume_pending: bool = False
+    _has_lost_grads: bool = False  # a backward failed after some of its gradients were added to earlier ones
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _in_backward: bool = False
     _graph_task: int = -1
@@ -121,13 +145,46 @@ class Engine:
                     self._release(unit)
         self.schedule.to_rest()
 
+    def enter(self, frame: Frame) -> None:
+        """A forward starts; `leave` ends it."""
+        self.forward_depth += 1
+        frame.entered = True
+        self.frames.append(frame)
+        if frame.caller is not None:
+            self.outside.append(frame)
+
+    def leave(self, frame: Frame) -> bool:
+        """A forward is over; whether it was still counted."""
+        if not frame.entered:
+            return False
+        frame.entered = False
+        self.forward_depth -= 1
+        self.frames.remove(frame)
+        if frame.caller is not None:
+            self.outside.remove(frame)
+        return True
+
+    def enter_context(self) -> None:
+        """An ``unsharded()`` context opens; `leave_context` ends it."""
+        self.forward_depth += 1
+        self.num_contexts += 1
+
+    def leave_context(self) -> None:
+        """An ``unsharded()`` context closes."""
+        self.forward_depth -= 1
+        self.num_contexts -= 1
+
     def pre_forward(self, unit: Unit, in_backward: bool) -> None:
         """``unit``'s parameters are needed from here on."""
         if unit.forward_depth == 0:
-            self.schedule.demand(unit, in_backward)
+            try:
+                self.schedule.demand(unit, in_backward)
+            except BaseException:
+                self._release(unit)
+                raise
         unit.forward_depth += 1
 
-    def post_forward(self, unit: Unit, module: nn.Module, use: Use | None, grad_tensors: list[torch.Tensor]) -> None:
+    def post_forward(self, unit: Unit, use: Use | None, grad_tensors: list[torch.Tensor]) -> None:
         """The forward that needed ``unit`` is over; ``grad_tensors`` are its outputs that carry gradients."""
         unit.forward_depth -= 1
         if use is not None:
@@ -190,6 +247,8 @@ class Engine:
     def _enter_backward(self) -> None:
         if self._in_backward:
             return
+        if self._has_lost_grads:
+            self._check_lost_grads()
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
         if _inside_nested_backward():
@@ -201,6 +260,17 @@ class Engine:
         self.reducer.sync = self.sync
         self.schedule.enter_backward(last_use=self.sync)
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
+
+    def _check_lost_grads(self) -> None:
+        pending = [p for u in self.units for p in u.params if is_pending(p.sharded.grad)]
+        if pending:
+            for param in (p for u in self.units for p in u.params):
+                param.unsharded.grad = None
+            raise ShardingError(
+                f"an earlier backward failed half-way, and the gradients of this step's micro-batches are incomplete "
+                f"since: {pending[0].info.fqn!r} and {len(pending) - 1} more. Call zero_grad() and start the step anew."
+            )
+        self._has_lost_grads = False
 
     def pre_backward(self, use: Use) -> None:
         """A gradient arrived at an output of this use of the unit."""
@@ -277,12 +347,14 @@ class Engine:
                 unit.learn_fires()
             self._clear_backward_state()
             self.schedule.announce_end()
-            self.reducer.finish(self.hold)
-            self.schedule.end_backward()
-            self.refresher.backward_over()
-            if self.reducer.sync:
-                self.refresher.wait()
-                self.refresher.mark_all_stale()
+            try:
+                self.reducer.finish(self.hold)
+            finally:  # hooks of the user's may raise
+                self.schedule.end_backward()
+                self.refresher.backward_over()
+                if self.reducer.sync:
+                    self.refresher.wait()
+                    self.refresher.mark_all_stale()
 
     def backward_dropped(self, graph_task: int) -> None:
         """Autograd gave up the backward with this id; without effect after `end_backward`."""
@@ -300,17 +372,32 @@ class Engine:
             unit.num_no_grad_forwards = 0
 
     def abandon_forward(self) -> None:
-        """An interrupt unwound all forwards: nothing needs parameters any more."""
-        self.forward_depth = 0
+        """An interrupt unwound all forwards: only ``unsharded()`` contexts still need parameters."""
+        for frame in self.frames:
+            frame.entered, frame.caller = False, None  # hooks may still hold it
+        self.frames.clear()
+        self.outside.clear()
+        self.forward_depth = self.num_contexts
         for unit in self.units:
-            unit.forward_depth = 0
+            unit.forward_depth = unit.held
             unit.pending.clear()
             self._drop(unit)
+
+    def forget_interrupted(self) -> None:
+        """Notice calls in `outside` that an interrupt unwound: their Python frame is on no stack any more."""
+        here = threading.get_ident()
+        running: set[FrameType] = set()
+        python: FrameType | None = sys._getframe()
+        while python is not None:
+            running.add(python)
+            python = python.f_back
+        if any(frame.thread == here and frame.caller not in running for frame in self.outside):
+            self.abandon_forward()
 
     def _abandon_backward(self) -> None:
         """A backward raised half-way: drop its gradients."""
         self._clear_backward_state()
-        self.reducer.abandon()
+        self._has_lost_grads |= self.reducer.abandon()
         for unit in self.units:
             unit.pending.clear()
             for param in unit.params:

@@ -99,6 +99,11 @@ def refuse_pending(grad: torch.Tensor | None) -> None:
         raise ShardingError(_REFUSED_WHILE_PENDING.format(fqn=grad._fqn))
 
 
+def is_pending(grad: torch.Tensor | None) -> bool:
+    """Whether ``grad`` stands for gradients of earlier micro-batches, which were not zeroed."""
+    return isinstance(grad, GradShard) and grad.pending and not grad._layerzero_zeroed
+
+
 _REFUSED_WHILE_PENDING = (
     "the gradient of parameter {fqn!r} is not synchronised yet: the last backward ran inside no_sync(). Run the last "
     "micro-batch's backward outside no_sync() before the optimizer step, clipping or reading gradients."

@@ -1,10 +1,10 @@
-"""Module hooks: turn calls of modules into calls of the engine. No decisions here."""
+"""Module hooks: turn calls of modules into calls of the engine."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,21 +12,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from layerzero.engine import Engine
+from layerzero.engine import Engine, Frame
 from layerzero.errors import ShardingError
 from layerzero.group import Param
 from layerzero.precision import find_tensors, map_tensors, require_grad_tensors
 from layerzero.tensor_parallel import local_of
 from layerzero.unit import Unit, Use
-
-
-@dataclass
-class _Frame:
-    """One entered forward."""
-
-    uses: list[Use | None]
-    in_backward: bool
-    starts_pass: bool
 
 
 class ModuleHook:
@@ -45,29 +36,37 @@ class ModuleHook:
         self._gathered = {
             g.unsharded.untyped_storage()._cdata for u in units for g in u.groups if g.layout.axes.num_params
         }
-        self._has_post = False
-        self._frames: list[_Frame | None] = []  # of entered forwards; None for one inside another
+        self._post_id = -1
+        self._frames: list[Frame | None] = []  # of calls with a forward hook; None for one inside another
         self._is_boundary = False  # of the last forward outside a backward; a recomputation casts alike
+        self._is_unit = False
 
     def install(self, module: nn.Module, is_unit: bool) -> None:
         """Register before hooks that read parameters, such as torch's weight_norm."""
         module.register_forward_pre_hook(self.pre, prepend=True, with_kwargs=True)
+        self._is_unit = is_unit
         if is_unit:
             self._install_post(module)
 
     def _install_post(self, module: nn.Module) -> None:
-        module.register_forward_hook(self.post, with_kwargs=True, always_call=True)
-        self._has_post = True
+        # The first one, whenever it comes: the user's hooks see what a caller will see.
+        handle = module.register_forward_hook(self.post, prepend=not self._is_unit, with_kwargs=True, always_call=True)
+        self._post_id = handle.id
 
     def pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook."""
+        if self.engine.outside:
+            self.engine.forget_interrupted()
+        has_post = self._post_id in module._forward_hooks
         if self._is_inside():
-            if self._has_post:
+            if has_post:
                 self._frames.append(None)
             return None
-        if not self._has_post:
+        if not has_post:
             self._install_post(module)
-        return self._enter(args, kwargs)
+        frame = Frame(None if self._is_unit else sys._getframe(1))
+        self._frames.append(frame)
+        return self._enter(frame, args, kwargs)
 
     def _is_inside(self) -> bool:
         """Whether a forward around this one has what it needs."""
@@ -78,7 +77,10 @@ class ModuleHook:
                 return False
         return True
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Whatever raises here, `_leave` undoes what was done before."""
         engine = self.engine
         in_backward = engine.in_backward()
         outermost = engine.forward_depth == 0
@@ -86,56 +88,57 @@ class ModuleHook:
             self._is_boundary = outermost
             if outermost:
                 engine.begin_pass(of_root=self.units[0].is_root)
-        engine.forward_depth += 1
-        frame = _Frame([], in_backward, outermost and not in_backward)
-        self._frames.append(frame)
+        frame.starts_pass = outermost and not in_backward
+        engine.enter(frame)
         for unit in self.units:
             engine.pre_forward(unit, in_backward)
+            frame.uses.append(None)
         if self._is_boundary:
             args, kwargs = engine.casts.cast_inputs(args, kwargs)
-        for unit in self.units:
-            use = engine.begin_use(unit, in_backward)
-            frame.uses.append(use)
+        for i, unit in enumerate(self.units):
+            frame.uses[i] = use = engine.begin_use(unit, in_backward)
             if use is not None and unit.track_inputs:
                 args, kwargs = _watch_inputs(engine, use, args, kwargs)
         return args, kwargs
 
     def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook; also called when the forward raised, then with ``output`` None."""
-        frame = self._frames.pop()
-        if frame is None:
-            return None
+        """Forward hook; also called when the forward raised, or a pre-hook, then with ``output`` None."""
+        frame = self._frames.pop() if self._frames else None
+        return None if frame is None else self._leave(frame, args, kwargs, output)
+
+    def _leave(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         engine = self.engine
-        engine.forward_depth -= 1
-        if self._gathered:
-            output = _without_parameters(output, self._gathered)
-        if self._is_boundary:
-            output = engine.casts.cast_outputs(output)
-        grad_tensors = require_grad_tensors(output, (args, kwargs)) if torch.is_grad_enabled() else []
-        # A forward that failed in its pre-hook has entered fewer units than it has.
-        for unit, use in zip(self.units, frame.uses, strict=False):
-            engine.post_forward(unit, module, use, grad_tensors)
-        if frame.starts_pass:
-            engine.end_pass()
+        if not engine.leave(frame):
+            return None
+        grad_tensors: list[torch.Tensor] = []
+        try:
+            if self._gathered:
+                output = _without_parameters(output, self._gathered)
+            if self._is_boundary:
+                output = engine.casts.cast_outputs(output)
+            if torch.is_grad_enabled():
+                grad_tensors = require_grad_tensors(output, (args, kwargs))
+        finally:
+            for unit, use in zip(self.units, frame.uses, strict=False):  # a failed `_enter` has entered fewer
+                engine.post_forward(unit, use, grad_tensors)
+            if frame.starts_pass:
+                engine.end_pass()
         return output
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``fn`` as if it were the module's forward."""
+        if self.engine.outside:
+            self.engine.forget_interrupted()
         if self._is_inside():
             return fn(*args, **kwargs)
-        module = self.module()
-        assert module is not None
-        args, kwargs = self._enter(args, kwargs)
-        output = None
+        frame = Frame()
+        output = replaced = None
         try:
+            args, kwargs = self._enter(frame, args, kwargs)
             output = fn(*args, **kwargs)
         finally:
-            replaced = self.post(module, args, kwargs, output)
+            replaced = self._leave(frame, args, kwargs, output)
         return output if replaced is None else replaced
-
-    def forget_frames(self) -> None:
-        """An interrupt unwound the forwards that were entered; hooks are not called for those."""
-        self._frames.clear()
 
 
 def _without_parameters(output: Any, gathered: set[int]) -> Any:

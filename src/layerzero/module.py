@@ -39,7 +39,7 @@ class ShardedModule:
         except Exception:
             raise
         except BaseException:  # torch calls no forward hooks for a KeyboardInterrupt
-            _forget_forwards(engine_of(self))
+            engine_of(self).abandon_forward()
             raise
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -157,14 +157,6 @@ def engine_of(module: object) -> Engine:
     return hook.engine
 
 
-def _forget_forwards(engine: Engine) -> None:
-    """Nothing is being forwarded any more."""
-    for hook in list(hooks_by_module.values()):
-        if hook.engine is engine:
-            hook.forget_frames()
-    engine.abandon_forward()
-
-
 @contextlib.contextmanager
 def _no_sync(engine: Engine) -> Iterator[None]:
     before, engine.sync = engine.sync, False
@@ -178,23 +170,21 @@ def _no_sync(engine: Engine) -> Iterator[None]:
 def _unsharded(module: nn.Module) -> Iterator[None]:
     engine = engine_of(module)
     units = list(dict.fromkeys(u for m in module.modules() if m in hooks_by_module for u in hooks_by_module[m].units))
-    outermost = engine.forward_depth == 0 and not engine.in_backward()
-    if outermost:
-        engine.begin_pass(of_root=False)
-    engine.forward_depth += 1
-    for unit in units:
-        engine.pre_forward(unit, in_backward=False)
-        unit.held += 1
-        if unit.held == 1 and torch.is_grad_enabled():
-            engine.lend_copies(unit)
-    try:
-        yield
-    finally:
+    if engine.outside:
+        engine.forget_interrupted()
+    with contextlib.ExitStack() as undo:
+        if engine.forward_depth == 0 and not engine.in_backward():
+            engine.begin_pass(of_root=False)
+            undo.callback(engine.end_pass)
+        engine.enter_context()
+        undo.callback(engine.leave_context)
         for unit in units:
-            engine.end_unsharded(unit)
-        engine.forward_depth -= 1
-        if outermost:
-            engine.end_pass()
+            engine.pre_forward(unit, in_backward=False)
+            unit.held += 1
+            undo.callback(engine.end_unsharded, unit)
+            if unit.held == 1 and torch.is_grad_enabled():
+                engine.lend_copies(unit)
+        yield
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, torch.Tensor]:

@@ -89,6 +89,10 @@ class Reducer:
         self.advance()
         self._traffic.num_backwards += 1
         self._num_checked += 1
+        if not self._recorded:
+            self._recorded = True
+            self._agree_on_order(ready)
+        self.reset()
         if self.sync:
             self._traffic.num_synced_backwards += 1
             self._held = True
@@ -100,10 +104,6 @@ class Reducer:
                 attach_pending(unit, self._source)
             self._source.invalidate()
             self._events.clear()
-        if not self._recorded:
-            self._recorded = True
-            self._agree_on_order(ready)
-        self.reset()
 
     def wait(self) -> bool:
         """Order the caller after the last synchronised backward's reductions; whether there is one to `attach`."""
@@ -120,18 +120,22 @@ class Reducer:
         for unit in self._order:
             attach_grads(unit, self._source, scale)
         self._source.invalidate()
-        for unit in self._order:
-            run_user_hooks(unit)
-        self._source.invalidate()
-
-    def abandon(self) -> None:
-        """Forget a backward that did not end, and the gradients it leaves."""
-        if self.sync:
+        try:
             for unit in self._order:
-                for group in unit.trainable_groups if unit.reduced else ():
+                run_user_hooks(unit)
+        finally:
+            self._source.invalidate()
+
+    def abandon(self) -> bool:
+        """Forget a backward that did not end; whether some units' gradients were already added to earlier ones."""
+        reduced = [unit for unit in self._order if unit.reduced]
+        if self.sync:
+            for unit in reduced:
+                for group in unit.trainable_groups:
                     group.drop_reduced()
         self._events.clear()
         self.reset()
+        return bool(reduced)
 
     def reset(self) -> None:
         """Get ready for the next backward."""

@@ -56,7 +56,7 @@ class Schedule:
         self._check = check
         self._gathers = {u: any(g.layout.axes.num_params for g in u.groups) for u in units}
         self._gathers_any = any(self._gathers.values())
-        self.kept = _choose_kept(units, options.keep_numel)
+        self.kept = _choose_kept([u for u in units if self._gathers[u]], options.keep_numel)
         self._last_use = False  # parameters may change after this pass or backward
         self._live: list[Unit] = []
         self._prefetched: list[Unit] = []
@@ -257,11 +257,21 @@ class Schedule:
             with span("unshard", unit.name):
                 if check is not None:
                     check.compare(unit.index)
+                try:
+                    for group in unit.groups:
+                        group.unshard()
+                except BaseException:  # out of memory, for example
+                    for group in unit.groups:
+                        group.free()
+                    raise
                 self._count_allocated(unit, 1)
-                for group in unit.groups:
-                    group.unshard()
 
-        unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])
+        try:
+            unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])
+        except BaseException:  # a lane that is a stream runs the job here
+            unit.phase = Phase.SHARDED
+            self._live.remove(unit)
+            raise
 
 
 def _choose_kept(units: Sequence[Unit], keep_numel: int) -> frozenset[Unit]:

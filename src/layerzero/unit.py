@@ -139,15 +139,14 @@ class Unit:
 
         Not while a graph is alive that was made before such a call: its gradients still arrive.
         """
+        if not (self.pending or self.begun):
+            for group in self.groups:
+                for param in group.params:
+                    if param.sharded.requires_grad is not param.unsharded.requires_grad:
+                        self._follow_requires_grad(group, param)
         self.registered = True
         for slots, name, param in self._unsharded_slots:
             slots[name] = param
-        if self.pending or self.begun:
-            return
-        for group in self.groups:
-            for param in group.params:
-                if param.sharded.requires_grad is not param.unsharded.requires_grad:
-                    self._follow_requires_grad(group, param)
 
     def _follow_requires_grad(self, group: ParamGroup, param: Param) -> None:
         wanted = param.sharded.requires_grad
