@@ -257,14 +257,15 @@ class Schedule:
             with span("unshard", unit.name):
                 if check is not None:
                     check.compare(unit.index)
+                self._count_allocated(unit, 1)
                 try:
                     for group in unit.groups:
                         group.unshard()
                 except BaseException:  # out of memory, for example
                     for group in unit.groups:
                         group.free()
+                    self._count_allocated(unit, -1)
                     raise
-                self._count_allocated(unit, 1)
 
         try:
             unit.unshard_event = self._lanes.unshard.run(job, after=[unit.refresh_event, self._lanes.compute()])

@@ -56,8 +56,12 @@ def test_no_unordered_access(pool: Pool, strategy: str, micro: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefetch_depth": 0}, {"prefetch_depth": 2, "backward_prefetch": "BACKWARD_POST"}]
-)
+    "options",
+    [
+        {"prefetch_depth": 0}, {"prefetch_depth": 2, "backward_prefetch": "BACKWARD_POST"},
+        {"keep_num_params": 1300}, {"keep_num_params": 10**9, "accumulate": "full"},
+    ],
+)  # fmt: skip
 def test_no_unordered_access_with_other_schedules(pool: Pool, options: dict[str, Any]) -> None:
     for reply in pool.run(stream_case, 4, strategy="layerzero", micro=2, dtype="fp32", options=options):
         assert reply["races"] == []
