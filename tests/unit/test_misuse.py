@@ -39,3 +39,12 @@ def test_checkpoint_arguments_in_another_order(tmp_path: Path) -> None:
     assert not path.exists()
     lz.save(path, [model], [optimizer])
     lz.load(path, (model,), (optimizer,))
+
+
+def test_warnings_name_the_line_that_called_the_library() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda grad: grad)
+    with pytest.warns(lz.LayerZeROWarning, match="'weight' has gradient hooks") as caught:
+        lz.shard(model, units=[])
+    assert caught[0].filename == __file__
+    assert "lz.shard(model, units=[])" in Path(__file__).read_text().splitlines()[caught[0].lineno - 1]
