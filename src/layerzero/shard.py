@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -292,7 +293,7 @@ def _build(
         units,
         ScheduleOptions(
             config.prefetch_depth, config.forward_prefetch, config.backward_prefetch == "BACKWARD_PRE",
-            config.limit_all_gathers, config.keep_num_params,
+            config.limit_all_gathers, sys.maxsize if config.keep_num_params == "all" else config.keep_num_params,
         ),
         lanes, traffic,
         DesyncCheck([u.name for u in units], all_comms.unshard, config.desync_check, control.device),
