@@ -73,6 +73,9 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path, fresh: boo
     clips_per_step = settings.batch_size * settings.micro_batches * trainer.mesh.size("dp")
     checkpoints = Checkpoints(output / "checkpoints", settings, clips_per_step)
     done = Progress() if fresh else checkpoints.restore(trainer.module, trainer.optimizer, trainer.schedule)
+    if done.step and dist.get_rank() == 0:
+        folder = checkpoints.folder / f"step-{done.step:08d}"
+        print(f"Going on from step {done.step} ({folder}); --fresh starts anew.", flush=True)
     ready = time.perf_counter()
     with RunLog(
         output, steps=settings.steps, every=settings.log_every, clips_per_step=clips_per_step, losses=done.losses
@@ -95,6 +98,7 @@ def run(settings: Settings, engine: lz.LayerZeROConfig, output: Path, fresh: boo
             "loss_last_tenth": tenths.last,
             "seconds_setup": ready - start,
             "seconds_training": trained - ready,
+            "steps_timed": settings.steps - done.step,
             "seconds_sampling_and_report": time.perf_counter() - trained,
         }
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -65,6 +65,14 @@ def _check_integer(minimum: int, optional: bool = False) -> Callable[[object], o
     return check
 
 
+def _check_count_or_all(value: object) -> object:
+    if isinstance(value, str) and value == "all":
+        return value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _wrong("an integer >= 0, or all", value, "Write all for every unit, or a plain number without quotes.")
+    return value
+
+
 def _check_choice(*choices: str) -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str) or value not in choices:
@@ -154,6 +162,7 @@ def _check_init_fn(value: object) -> Callable[..., Any] | None:
 Flag = Annotated[bool, BeforeValidator(_check_flag)]
 Count = Annotated[int, BeforeValidator(_check_integer(1))]
 NonNegative = Annotated[int, BeforeValidator(_check_integer(0))]
+CountOrAll = Annotated[int | Literal["all"], BeforeValidator(_check_count_or_all)]
 OptionalCount = Annotated[int | None, BeforeValidator(_check_integer(1, optional=True))]
 Timing = Annotated[
     Literal["BACKWARD_PRE", "BACKWARD_POST"], BeforeValidator(_check_choice("BACKWARD_PRE", "BACKWARD_POST"))

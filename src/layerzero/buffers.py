@@ -25,11 +25,6 @@ class TransientBuffer:
         self._nbytes = self._storage.nbytes()
         self._poison = poison  # the bytes are there until the first `free`, so that views can be made
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes when present."""
-        return self._nbytes
-
     def alloc(self) -> None:
         """Bring the bytes back, uninitialised."""
         if not self._poison:
@@ -147,12 +142,6 @@ class PackBuffers:
     def reading(self, slot: int, event: Event) -> None:
         """Whatever ``event`` completes reads the slot until then."""
         self._busy[slot] = event
-
-    def release(self) -> None:
-        """Give the memory back; every reader must be done."""
-        self._flats = [None] * len(self._flats)
-        for wires in self._wires:
-            wires.clear()
 
 
 class HandOvers:

@@ -30,6 +30,7 @@ from layerzero._config_checks import (
     Accumulate,
     ClassNames,
     Count,
+    CountOrAll,
     DType,
     Flag,
     InitFunction,
@@ -89,8 +90,8 @@ class LayerZeROConfig(BaseModel):
     min_num_params: OptionalCount = _key(None, "Modules with at least this many parameters become units.")
     node_size: OptionalCount = _key(None, "Ranks per node; null finds it from the launcher.")
     prefetch_depth: NonNegative = _key(1, "How many units ahead are gathered; 0 gathers on demand.")
-    keep_num_params: NonNegative = _key(
-        0, "Up to so many parameters stay unsharded between uses within an optimizer step."
+    keep_num_params: CountOrAll = _key(
+        0, "Up to so many parameters, or all, stay unsharded between uses within an optimizer step."
     )
     sync_module_states: Flag = _key(True, "Broadcast rank 0's parameters and buffers at the start.")
     desync_check: Flag = _key(False, "Compare the order of units between ranks always, not only at first.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -87,6 +87,15 @@ class ShardedModule:
                 nn.Module._apply(module, fn, recurse=False)
         return self
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
+        # DistributedDataParallel's constructor reads this on every rank, before its first collective. Without an
+        # error here it would compare and broadcast slices of different sizes, and then hang or fail inside torch.
+        raise ShardingError(
+            "lz.shard replaces DistributedDataParallel: use the sharded model as it is; its backward reduces gradients "
+            "over all data-parallel ranks"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         raise ShardingError(
             "a sharded module can't be deep-copied: its parameters are slices of buffers shared with a running "
@@ -130,7 +139,8 @@ def _explain(module: nn.Module, error: Exception) -> str | None:
     called = (hooks_by_module.get(owner) for owner, method, _ in frames if method in ("forward", "_call_impl"))
     entered = {unit for hook in called if hook is not None for unit in hook.units}  # these had their parameters
     for owner, _, names in frames:
-        for reader in (owner, *owner.children()):
+        # Of two children with a `weight`, `self.embed.weight` reads that of the one the method names.
+        for reader in (owner, *(c for name, c in owner._modules.items() if c is not None and name in names)):
             hook = hooks_by_module.get(reader)
             for unit in hook.units if hook is not None else ():
                 for param in unit.params if not unit.registered and unit not in entered else ():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -184,11 +185,21 @@ def _configuration(config: LayerZeROConfig | None, sharding: Sharding | str | No
         options = {"param_dtype": param_dtype, "reduce_dtype": param_dtype, **options}
         config = LayerZeROConfig()
     elif not isinstance(config, LayerZeROConfig):
-        raise ConfigError(f"lz.shard: expected a LayerZeROConfig, got {type(config).__name__}; see its from_* methods")
+        raise ConfigError(_not_a_config(config))
     if sharding is not None:
         options = {**options, "sharding": sharding}
     config = config.replace(**options) if options else config
     return config
+
+
+def _not_a_config(value: object) -> str:
+    made = "a LayerZeROConfig"
+    if isinstance(value, Mapping):
+        made = "LayerZeROConfig.from_dict(values)"
+    elif isinstance(value, str | os.PathLike):
+        reader = "from_json" if str(value).endswith(".json") else "from_yaml"
+        made = f"LayerZeROConfig.{reader}({os.fspath(value)!r})"
+    return f"lz.shard: expected a LayerZeROConfig, got {type(value).__name__}: pass {made}, or options by name"
 
 
 def _with_zero3_size_of(mesh: ParallelMesh, config: LayerZeROConfig) -> LayerZeROConfig:
@@ -282,7 +293,7 @@ def _build(
         units,
         ScheduleOptions(
             config.prefetch_depth, config.forward_prefetch, config.backward_prefetch == "BACKWARD_PRE",
-            config.limit_all_gathers, config.keep_num_params,
+            config.limit_all_gathers, sys.maxsize if config.keep_num_params == "all" else config.keep_num_params,
         ),
         lanes, traffic,
         DesyncCheck([u.name for u in units], all_comms.unshard, config.desync_check, control.device),

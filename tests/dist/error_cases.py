@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import layerzero as lz
 from tests.dist.twins import MAIN, Layer, Net, Twins, loss_of
@@ -40,6 +41,8 @@ def misuse(strategy: str, lane: str) -> None:
         (r"can't be moved or cast.*bfloat16", lambda: model.to(torch.bfloat16)),
         (r"can't be moved or cast.*meta", lambda: model.to("meta")),
         (r"can't be moved or cast.*float64", lambda: model.layers[0].double()),
+        (r"lz\.shard replaces DistributedDataParallel: use the sharded model as it is", lambda: DDP(model)),
+        (r"lz\.shard replaces DistributedDataParallel", lambda: DDP(model.layers[0])),
         (r"is not sharded: call lz\.shard", lambda: lz.forward_method(nn.Linear(1, 1), "forward")),
     ]
     for pattern, use in once:

@@ -47,6 +47,7 @@ class WithHead(Net):
         super().__init__()
         self.head = Head()
         self.outer = nn.Parameter(torch.ones(3, 3))
+        self.embed = nn.Embedding(6, 3)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
@@ -56,6 +57,9 @@ class WithHead(Net):
 
     def reads_root(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.outer
+
+    def reads_child(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.embed.weight)
 
 
 def with_head(strategy: str, lane: str) -> Twins:
@@ -230,6 +234,8 @@ def direct_reads(strategy: str, lane: str) -> None:
         model.head.direct(x)
     with pytest.raises(lz.ShardingError, match=rf"'outer' of the root unit.*{remedies}"):
         model.reads_root(x)
+    with pytest.raises(lz.ShardingError, match=rf"'embed\.weight' of the root unit.*{remedies}"):
+        model.reads_child(x)  # not of `inp`, the first child with a weight
     small = Twins(WithHead, strategy, lane, units=[Layer, Head]).model
     whole = small.head.scale.numel() == 3
     if whole:  # all of it lies on this rank: the shape fits, the gradient gives it away

@@ -242,7 +242,7 @@ def test_units_gathered_at_once(pool: Pool, depth: int, timing: str) -> None:
         assert 1 <= measured <= counted <= 1 + depth and nbytes <= reported
 
 
-def kept_case(keep_num_params: int) -> list[list[str]]:
+def kept_case(keep_num_params: int | str) -> list[list[str]]:
     """Units beside the root whose bytes are there after each pass of a step, then after an evaluation."""
     rank, _ = rank_and_size()
     model = Chain()
@@ -273,9 +273,10 @@ def kept_case(keep_num_params: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("keep_num_params", [0, 3000, 10**9])
-def test_kept_units_stay_until_the_last_backward(pool: Pool, keep_num_params: int) -> None:
-    kept = {0: [], 3000: ["", "blocks.0", "blocks.1"], 10**9: ["", *(f"blocks.{i}" for i in range(5))]}[keep_num_params]
+@pytest.mark.parametrize("keep_num_params", [0, 3000, 10**9, "all"])
+def test_kept_units_stay_until_the_last_backward(pool: Pool, keep_num_params: int | str) -> None:
+    every = ["", *(f"blocks.{i}" for i in range(5))]
+    kept = {0: [], 3000: ["", "blocks.0", "blocks.1"], 10**9: every, "all": every}[keep_num_params]
     for found in pool.run(kept_case, 2, keep_num_params=keep_num_params):
         assert found[:6] == [kept, kept, []] * 2
         assert found[6] == []  # parameters may change after an evaluation

@@ -22,7 +22,7 @@ MAIN = {"sharding": "layerzero", "zero3_size": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "layerzero": MAIN,
     "layerzero-full": {**MAIN, "accumulate": "full"},
-    "layerzero-keep": {**MAIN, "keep_num_params": 10**9},
+    "layerzero-keep": {**MAIN, "keep_num_params": "all"},
     "zero3": {"sharding": "zero3"},
     "zero1": {"sharding": "zero1"},
     "hsdp": {"sharding": "hsdp", "zero3_size": 2},

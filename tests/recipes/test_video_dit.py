@@ -270,7 +270,10 @@ def test_killed_rank_resumes_exactly(main_job: Path, tmp_path: Path) -> None:
         assert process.wait(timeout=170) == 0, (tmp_path / "log.txt").read_text()[-8000:]
     finally:
         process.kill()
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["resumed_at_step"] in (8, 12)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["resumed_at_step"] in (8, 12)
+    assert summary["steps_timed"] == summary["steps"] - summary["resumed_at_step"]
+    assert f"Going on from step {summary['resumed_at_step']} (" in (tmp_path / "log.txt").read_text()
     for name in ("step", "loss", "grad_norm", "lr"):
         whole, resumed = ([entry[name] for entry in metrics_of(out)] for out in (main_job, tmp_path / "out"))
         assert resumed == whole and len(whole) == 16 and len(set(whole)) > 4

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from layerzero.checkpoint import folder as folders
 from layerzero.checkpoint.manifest import VALUE
-from layerzero.checkpoint.model_state import ModelState, Named, model_states
+from layerzero.checkpoint.model_state import ModelState, Named, check_arguments, model_states
 from layerzero.checkpoint.optimizer_state import as_list, names_of_params, shared_options
 from layerzero.checkpoint.ranks import Ranks
 from layerzero.checkpoint.save import wait_for_pending
@@ -87,6 +87,7 @@ def load(
     try:
         if torch.is_inference_mode_enabled():
             raise CheckpointError("lz.load inside torch.inference_mode(): its tensors can't be trained; load outside")
+        check_arguments("lz.load", path, model, optimizer)
         kinds = [type(o).__name__ for o in as_list(optimizer)]
         number = None if step is None else operator.index(step)
         arguments = {"path": os.path.abspath(path), "step": number, "strict": bool(strict), "optimizers": kinds}

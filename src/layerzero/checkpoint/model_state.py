@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -82,6 +83,24 @@ def named_param(param: Param, in_model: Callable[[str], str]) -> Named:
         info.model_fqn, tuple(map(in_model, info.aliases)), "parameter", param.sharded, placement, info.global_range,
         param.sharded.requires_grad, writes=cut is None or cut.dim is not None or cut.rank == 0,
     )  # fmt: skip
+
+
+def check_arguments(call: str, path: object, model: object, optimizer: object) -> None:
+    """Refuse arguments in another order than ``path, model, optimizer``.
+
+    Raises:
+        CheckpointError: names the first argument that can't be meant.
+    """
+    models = list(model) if isinstance(model, Sequence) and not isinstance(model, str | bytes) else [model]
+    wrong = None
+    if not isinstance(path, str | bytes | os.PathLike):
+        wrong = f"path: expected a str or a Path, got {type(path).__name__}"
+    elif other := [m for m in models if not isinstance(m, nn.Module)]:
+        wrong = f"model: expected a sharded nn.Module, or a list of them, got {type(other[0]).__name__}"
+    elif isinstance(optimizer, str | bytes | os.PathLike | nn.Module):
+        wrong = f"optimizer: expected an optimizer, a list of them or None, got {type(optimizer).__name__}"
+    if wrong is not None:
+        raise CheckpointError(f"{wrong}. The order is {call}(path, model, optimizer)")
 
 
 def model_states(model: nn.Module | Sequence[nn.Module], include_ignored: bool) -> list[ModelState]:

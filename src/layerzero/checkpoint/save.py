@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from layerzero.checkpoint import folder as folders
 from layerzero.checkpoint.capture import Captured, LocalPiece
-from layerzero.checkpoint.model_state import ModelState, model_states
+from layerzero.checkpoint.model_state import ModelState, check_arguments, model_states
 from layerzero.checkpoint.optimizer_state import OptimizerState, as_list, read_optimizers
 from layerzero.checkpoint.ranks import Ranks
 from layerzero.checkpoint.shares import describe, merge, piece_blobs, piece_records
@@ -135,6 +135,7 @@ def save(
     request: _Request | None = None
     error: Exception | None = None
     try:
+        check_arguments("lz.save", path, model, optimizer)
         classes = [type(o).__name__ for o in as_list(optimizer)]
         request = _Request(
             os.path.abspath(path), _whole("step", step, 0), _whole("keep", keep, 1), bool(background), bool(overwrite),
