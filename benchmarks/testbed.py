@@ -104,6 +104,13 @@ def measure(
                     except JobError as error:
                         results[name].error = str(error)
                         jobs.pop().close()
+                        if name == US:  # without it there is nothing to compare with
+                            break
+                if not jobs or jobs[0].name != US:
+                    for name in group:
+                        results[name].error = f"not measured, as {US} did not start beside it: {results[US].error}"
+                    continue
+                results[US].error = ""
                 for number_of_round in range(plan.rounds):
                     progress.update(task, description=f"round {number_of_round + 1} of {', '.join(group)}")
                     _round(jobs, results, nodes, plan, number_of_round)
@@ -122,9 +129,10 @@ def _prepare(job: Job, result: Measured, plan: Plan) -> None:
     for micro_batches in plan.micro_batches:  # first iterations record orders, build buckets, ...
         job.ask("steps", micro_batches=micro_batches, count=plan.warm_up if micro_batches == 1 else 1)
     replies = job.ask("memory", micro_batches=max(plan.micro_batches))
-    result.params_nbytes = max(r["params"] for r in replies)
-    result.optimizer_nbytes = max(r["optimizer"] for r in replies)
-    result.peak_nbytes = max(r["peak"] for r in replies)
+    # LayerZeRO is built once for each group of others.
+    result.params_nbytes = max(result.params_nbytes, *(r["params"] for r in replies))
+    result.optimizer_nbytes = max(result.optimizer_nbytes, *(r["optimizer"] for r in replies))
+    result.peak_nbytes = max(result.peak_nbytes, *(r["peak"] for r in replies))
 
 
 def _round(jobs: list[Job], results: dict[str, Measured], nodes: Nodes, plan: Plan, number: int) -> None:
