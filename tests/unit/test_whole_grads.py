@@ -54,3 +54,17 @@ def test_zeroed_before_the_last() -> None:
     assert not out.views[0].any()
     for view, grad in list(zip(out.views, last, strict=True))[1:]:
         assert grad is not None and torch.equal(view, grad)
+
+
+def test_the_next_step_starts_anew_in_the_same_memory() -> None:
+    whole = WholeGrads(layout(), torch.device("cpu"))
+    out = Staged(torch.empty(layout().numel), layout())
+    places = []
+    for _ in range(2):
+        whole.add(made(0, torch.float32), [])
+        assert whole._sums is not None
+        places.append(whole._sums.wire.data_ptr())
+        whole.take([None] * len(SHAPES), [], out)
+        for view, grad in zip(out.views, made(0, torch.float32), strict=True):
+            assert torch.equal(view, torch.zeros_like(view) if grad is None else grad)
+    assert places[0] == places[1]
