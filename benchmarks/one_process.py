@@ -33,10 +33,8 @@ def main(
 ) -> None:
     """Measure LayerZeRO's step over plain PyTorch's."""
     torch.set_num_threads(1)
-    workload, place = (
-        Workload(layers=layers, width=width, batch=batch, dtype="fp32"),
-        Place(0, 1, 1, torch.device("cpu")),
-    )
+    workload = Workload(layers=layers, width=width, batch=batch, dtype="fp32")
+    place = Place(0, 1, 1, torch.device("cpu"))
     systems = {"plain": Plain(workload, place), "layerzero": LayerZeRO(workload, place, node_size=None)}
     batches = workload.batches(0, num=1)
     seconds: dict[str, list[float]] = {name: [] for name in systems}

@@ -51,26 +51,21 @@ def _check_flag(value: object) -> object:
     return value
 
 
-def _check_integer(minimum: int, optional: bool = False) -> Callable[[object], object]:
-    expected = f"an integer >= {minimum}" + (", or null" if optional else "")
+def _check_integer(minimum: int, optional: bool = False, or_all: bool = False) -> Callable[[object], object]:
+    expected = f"an integer >= {minimum}" + (", or null" if optional else "") + (", or all" if or_all else "")
+    advice = "Write a plain number, without quotes or a fraction."
+    if or_all:
+        advice = "Write all for every unit, or a plain number without quotes."
 
     def check(value: object) -> object:
-        if value is None and optional:
-            return None
+        if (value is None and optional) or (isinstance(value, str) and value == "all" and or_all):
+            return value
         # bool is an int to Python, never to someone who writes a configuration.
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise _wrong(expected, value, "Write a plain number, without quotes or a fraction.")
+            raise _wrong(expected, value, advice)
         return value
 
     return check
-
-
-def _check_count_or_all(value: object) -> object:
-    if isinstance(value, str) and value == "all":
-        return value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _wrong("an integer >= 0, or all", value, "Write all for every unit, or a plain number without quotes.")
-    return value
 
 
 def _check_choice(*choices: str) -> Callable[[object], object]:
@@ -162,7 +157,7 @@ def _check_init_fn(value: object) -> Callable[..., Any] | None:
 Flag = Annotated[bool, BeforeValidator(_check_flag)]
 Count = Annotated[int, BeforeValidator(_check_integer(1))]
 NonNegative = Annotated[int, BeforeValidator(_check_integer(0))]
-CountOrAll = Annotated[int | Literal["all"], BeforeValidator(_check_count_or_all)]
+CountOrAll = Annotated[int | Literal["all"], BeforeValidator(_check_integer(0, or_all=True))]
 OptionalCount = Annotated[int | None, BeforeValidator(_check_integer(1, optional=True))]
 Timing = Annotated[
     Literal["BACKWARD_PRE", "BACKWARD_POST"], BeforeValidator(_check_choice("BACKWARD_PRE", "BACKWARD_POST"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.grads import _plain
 from layerzero.own_grads import OwnGrads
+from tests.dist.interruption_cases import Chain, Fails
 
 
 def test_what_autograd_made_is_the_result() -> None:
@@ -81,28 +81,8 @@ def test_gradients_in_shared_memory(accumulate: bool) -> None:
     assert model.b.grad.local.tolist() == [3.0] * 4
 
 
-class Fails(torch.autograd.Function):
-    """Identity whose backward raises when told to."""
-
-    fail = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Fails.fail:
-            raise RuntimeError("meant to")
-        return grad
-
-
 def test_a_failed_backward_leaves_nothing() -> None:
-    class Model(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[1](Fails.apply(self[0](x)))
-
-    model = lz.shard(Model(nn.Linear(2, 2), nn.Linear(2, 2)), units=[nn.Linear])
+    model = lz.shard(Chain(nn.Linear(2, 2), nn.Linear(2, 2)), units=[nn.Linear])
     for fail in (False, True, False):
         Fails.fail = fail
         with pytest.raises(RuntimeError, match="meant to") if fail else contextlib.nullcontext():
