@@ -256,7 +256,8 @@ def failed_gather() -> None:
                     model(X)
             finally:
                 TransientBuffer.alloc = alloc  # type: ignore[method-assign]
+            model(X).sum().backward()  # trusts what is there, as micro-batches do
         model(X).sum().backward()
         grad = model[1].bias.grad
-        assert torch.equal(grad.local, torch.full_like(grad.local, 8.0)), grad.local
+        assert torch.equal(grad.local, torch.full_like(grad.local, 12.0)), grad.local
         assert not detector.races, detector.races[:3]
