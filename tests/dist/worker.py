@@ -1,7 +1,8 @@
 """Processes of the pool: a parent that imports what cases need, and the ranks forked from it.
 
 The parent reads requests from a socket: to import a module, or to fork a rank, with the rank's own socket. A rank runs
-functions it is told by name, in a process group made for the call. Importing once in the parent takes seconds off
+functions it is told by name, in a process group made for the call. Barriers follow its start and precede its end: a
+rank that ended early would close connections that others still make. Importing once in the parent takes seconds off
 every rank, also off those that replace killed ones. Messages are JSON lines; whatever a case prints goes to stderr.
 """
 
@@ -36,8 +37,11 @@ def run(request: dict[str, Any]) -> object:
         timeout=timedelta(seconds=request["timeout"]),
     )  # fmt: skip
     try:
-        dist.barrier()  # a rank that is done early would close connections that others still make
-        return function(**request["kwargs"])
+        dist.barrier()
+        value = function(**request["kwargs"])
+        if dist.is_initialized():
+            dist.barrier()
+        return value
     finally:
         # DTensor's caches hold meshes that equal the next world's but name process groups of this one.
         torch.distributed.tensor.debug._clear_sharding_prop_cache()
