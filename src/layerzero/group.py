@@ -15,7 +15,7 @@ from layerzero.errors import ShardingError
 from layerzero.lanes import DONE, Event, Lanes
 from layerzero.layout import GroupLayout, Range, TensorParallel
 from layerzero.own_grads import OwnGrads
-from layerzero.profiling import span
+from layerzero.profiling import LaneJob
 from layerzero.tensor_parallel import Spec, TensorRanks, check_replicas
 from layerzero.whole_grads import WholeGrads
 
@@ -276,7 +276,7 @@ class ParamGroup:
         reduction = self._reduction = _Reduction()
 
         def inner() -> None:
-            with span("reduce", self.params[0].info.unit):
+            with LaneJob("reduce", self.params[0].info.unit):
                 self._drop_accumulated(zeroed)
                 value = self._reduce_inner(wire, sync)
                 if sync:
@@ -285,7 +285,7 @@ class ParamGroup:
                     reduction.value = value if has_outer else self._sum_replicas(value)
 
         def outer() -> None:
-            with span("sync", self.params[0].info.unit):
+            with LaneJob("sync", self.params[0].info.unit):
                 value = reduction.value
                 assert value is not None
                 reduction.handed_over = value if rt.lanes.module is not None else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from contextlib import AbstractContextManager
+from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 _NOTHING = contextlib.nullcontext()
 
@@ -23,6 +26,30 @@ def span(what: str, unit: str) -> AbstractContextManager[object]:
     if not getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         return _NOTHING
     return torch.profiler.record_function(f"layerzero.{what} {unit or '(root)'}")
+
+
+class LaneJob:
+    """What a lane does for one unit: a `span`, and a note that says so in an error raised inside."""
+
+    __slots__ = ("_span", "_unit", "_what")
+
+    def __init__(self, what: str, unit: str) -> None:
+        self._what = what
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        self._span = span(self._what, self._unit)
+        self._span.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._span.__exit__(kind, error, trace)
+        if error is not None and sys.version_info >= (3, 11):  # which has notes
+            unit = f"unit {self._unit!r}" if self._unit else "the root unit"
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            error.add_note(
+                f"layerzero.{self._what} of {unit} failed on rank {rank}. If another rank ended or raised, the cause "
+                f"is in its output."
+            )
 
 
 class LaneClock:

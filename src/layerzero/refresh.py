@@ -26,7 +26,7 @@ import torch.distributed as dist
 from layerzero.collectives import Control
 from layerzero.group import ParamGroup
 from layerzero.lanes import Lanes
-from layerzero.profiling import span
+from layerzero.profiling import LaneJob
 from layerzero.unit import Unit
 
 _CHECKSUM_CHUNK = 1 << 20
@@ -101,7 +101,7 @@ class Refresher:
                 group.checksum = checksum(group)
 
         def job() -> None:
-            with span("refresh", unit.name):
+            with LaneJob("refresh", unit.name):
                 for group in groups:
                     group.refresh()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from layerzero.collectives import Traffic
 from layerzero.desync import END_OF_BACKWARD, DesyncCheck
 from layerzero.lanes import Lanes
-from layerzero.profiling import span
+from layerzero.profiling import LaneJob, span
 from layerzero.unit import Phase, Unit
 
 _AT_REST = (Phase.SHARDED, Phase.KEPT)
@@ -254,7 +254,7 @@ class Schedule:
         check = self._check if self._check.enabled else None
 
         def job() -> None:
-            with span("unshard", unit.name):
+            with LaneJob("unshard", unit.name):
                 if check is not None:
                     check.compare(unit.index)
                 self._count_allocated(unit, 1)

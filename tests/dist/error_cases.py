@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -180,3 +181,17 @@ def disagreement(strategy: str, lane: str) -> None:
         assert "rank 0 has" in text and f"rank {dist.get_world_size() - 1} has" in text
     twins = Twins(with_other, strategy, lane, units=[Layer])  # nothing is left behind
     twins.train(lambda net, rank: loss_of(net, rank, 5).backward(), steps=1)
+
+
+def lost_rank(strategy: str, unit: str) -> None:
+    """Rank 1 ends when it comes to ``unit``'s forward."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    lz.shard(model, units=[Layer], sharding=strategy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        model.get_submodule(unit).register_forward_pre_hook(lambda *_: os._exit(1), prepend=True)
+    loss_of(model, 0, 1).backward()
+    dist.barrier()
