@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from layerzero.engine import Engine, Frame
@@ -87,6 +88,8 @@ class ModuleHook:
         if not in_backward:
             self._is_boundary = outermost
             if outermost:
+                if DistributedDataParallel._active_ddp_module is not None:
+                    _refuse_surrounding_ddp(engine)
                 engine.begin_pass(of_root=self.units[0].is_root)
         frame.starts_pass = outermost and not in_backward
         engine.enter(frame)
@@ -205,6 +208,23 @@ REMEDIES = (
     "Read it inside `with model.unsharded(submodule):`, or declare the method that reads it with "
     'lz.forward_method(module, "name").'
 )
+
+
+DDP_REFUSED = (
+    "lz.shard replaces DistributedDataParallel: use the sharded model as it is; its backward reduces gradients over "
+    "all data-parallel ranks"
+)
+
+
+def _refuse_surrounding_ddp(engine: Engine) -> None:
+    """DDP's constructor asks the module it wraps, not those inside it; its forward says which one runs."""
+    ddp = DistributedDataParallel._active_ddp_module
+    sharded = {id(p.sharded) for u in engine.units for p in u.params}
+    if ddp is not None and any(id(p) in sharded for p in ddp._module_parameters):
+        raise ShardingError(
+            f"DistributedDataParallel is around a {type(ddp.module).__name__} that contains a sharded model, and has "
+            f"overwritten its slices with those of rank 0: build the model anew. {DDP_REFUSED}"
+        )
 
 
 def _refuse_direct_gradient(what: str, _grad: torch.Tensor) -> None:

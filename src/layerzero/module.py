@@ -15,7 +15,7 @@ from layerzero.engine import Engine
 from layerzero.errors import LayerZeroError, ShardingError
 from layerzero.grads import GradShard
 from layerzero.guard import GUARDED_ERRORS, guarded_methods, names_in_traceback
-from layerzero.hooks import REMEDIES, ModuleHook, describe
+from layerzero.hooks import DDP_REFUSED, REMEDIES, ModuleHook, describe
 from layerzero.state import full_state_dict as _full_state_dict
 
 hooks_by_module: weakref.WeakKeyDictionary[nn.Module, ModuleHook] = weakref.WeakKeyDictionary()
@@ -91,10 +91,7 @@ class ShardedModule:
     def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
         # DistributedDataParallel's constructor reads this on every rank, before its first collective. Without an
         # error here it would compare and broadcast slices of different sizes, and then hang or fail inside torch.
-        raise ShardingError(
-            "lz.shard replaces DistributedDataParallel: use the sharded model as it is; its backward reduces gradients "
-            "over all data-parallel ranks"
-        )
+        raise ShardingError(DDP_REFUSED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         raise ShardingError(

@@ -54,6 +54,20 @@ def misuse(strategy: str, lane: str) -> None:
     _still_trains(twins)
 
 
+def surrounding_ddp(strategy: str, lane: str) -> None:
+    """DDP around a module that contains a sharded one; around one whose sharded part it is told to ignore it is fine."""
+    model: Any = Net()
+    lz.shard(model, units=[Layer], sharding=strategy, zero3_size=2)
+    outer = nn.Sequential(nn.Linear(5, 5), model)
+    DDP._set_params_and_buffers_to_ignore_for_model(outer, [f"1.{name}" for name, _ in model.named_parameters()])
+    DDP(outer)(torch.ones(2, 5)).sum().backward()
+    even = nn.Linear(64, 64, bias=False)
+    lz.shard(even, units=[], sharding=strategy, zero3_size=2)
+    wrapped = DDP(nn.Sequential(even))
+    with pytest.raises(lz.ShardingError, match=r"is around a Sequential.*build the model anew.*lz\.shard replaces"):
+        wrapped(torch.ones(1, 64))
+
+
 def gradients_of_gradients(strategy: str, lane: str) -> None:
     """create_graph=True is refused, in backward and in grad; training goes on after."""
     twins = Twins(Net, strategy, lane, units=[Layer])

@@ -13,7 +13,7 @@ from tests.dist.pool import CaseError, Pool
 
 pytestmark = pytest.mark.dist
 
-CASES = [cases.misuse, cases.gradients_of_gradients, cases.replaced_storage, cases.optimizers, cases.disagreement]
+CASES = [cases.misuse, cases.surrounding_ddp, cases.gradients_of_gradients, cases.replaced_storage, cases.optimizers, cases.disagreement]
 
 
 @pytest.mark.parametrize(("strategy", "world", "lane"), [("layerzero", 4, "threads"), ("zero3", 2, "late")])
