@@ -122,6 +122,32 @@ def failed_user_hook(model: Any) -> None:
     model.zero_grad()
 
 
+def failed_user_hook_on_added_gradients(model: Any) -> None:
+    """What a hook that never got its turn would have been told is no part of a later step."""
+    fails = [False]
+
+    def refuse(_grad: torch.Tensor) -> None:
+        if fails[0]:
+            raise ValueError("a check of the user's")
+
+    handles = [p.register_hook(refuse) for p in model.parameters() if p.requires_grad]
+    model(X).square().mean().backward()
+    fails[0] = True
+    with pytest.raises(ValueError, match="a check"):
+        model(X).square().mean().backward()
+    fails[0] = False
+    model.zero_grad()
+    model(X).square().mean().backward()
+    first = [p.grad.local.clone() for p in model.parameters() if p.requires_grad]
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    model(X).square().mean().backward()
+    for grad, p in zip(first, (p for p in model.parameters() if p.requires_grad), strict=True):
+        torch.testing.assert_close(grad, p.grad.local)
+    model.zero_grad()
+
+
 def failed_user_pre_hook(model: Any) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("before the engine's hook")

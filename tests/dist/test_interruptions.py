@@ -11,8 +11,8 @@ pytestmark = pytest.mark.dist
 
 DISTURBANCES = [
     "interrupted_submodule", "interrupted_recomputation", "interrupted_forward_method", "interrupted_in_unsharded",
-    "refused_forward_method", "failed_cast", "failed_copies", "failed_user_hook", "failed_user_pre_hook",
-    "restored_hooks",
+    "refused_forward_method", "failed_cast", "failed_copies", "failed_user_hook",
+    "failed_user_hook_on_added_gradients", "failed_user_pre_hook", "restored_hooks",
 ]  # fmt: skip
 
 
