@@ -278,7 +278,9 @@ def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False,
     return norm if dtype is None else norm.to(dtype)
 
 
-def _linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None):
+def _linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+):
     if A.ndim > 1 and ord not in (None, "fro"):
         raise ShardingError(
             f"torch.linalg.norm(grad, {ord!r}) of the gradient of {A._fqn!r} is a norm of a matrix, of which this rank "

@@ -34,6 +34,11 @@ def test_incomplete_gradients_are_refused(
     pool.run(cases.failed_micro_batch, world, strategy=strategy, accumulate=accumulate, fails_synced=fails_synced)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_after_a_reduction_that_could_not_start(pool: Pool, world: int) -> None:
+    pool.run(cases.failed_last_reduction, world)
+
+
 def test_a_failed_gather_can_be_repeated(pool: Pool) -> None:
     pool.run(cases.failed_gather, 2)
 
