@@ -77,11 +77,8 @@ class GradSource:
             values = torch._foreach_norm([g for _, g in filled], order)
             where = torch.tensor([i for i, _ in filled], device=norms.device)
             norms[where] = torch.stack(list(values)).float()
-        if order == float("inf"):  # some backends' MAX drops nan, so it travels beside
-            both = torch.stack([norms.nan_to_num(nan=order, posinf=order), norms.isnan().float()])
-            for control in self._controls:
-                control.all_reduce(both, dist.ReduceOp.MAX)
-            return both[0].masked_fill(both[1] > 0, float("nan"))
+        if order == float("inf"):
+            return largest(norms, self._controls)
         norms.pow_(order)
         for control in self._controls:
             control.all_reduce(norms, dist.ReduceOp.SUM)
@@ -91,6 +88,15 @@ class GradSource:
         """In place: the largest value over all ranks of the model."""
         for control in (*self._controls, *([self.pipeline] if self.pipeline is not None else [])):
             control.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+def largest(norms: torch.Tensor, controls: Sequence[Control]) -> torch.Tensor:
+    """Elementwise maximum of fp32 ``norms`` of any shape over the ranks; nan where it is on any rank. Collective."""
+    inf = float("inf")  # some backends' MAX drops nan, so it travels beside
+    both = torch.stack([norms.nan_to_num(nan=inf, posinf=inf), norms.isnan().float()])
+    for control in controls:
+        control.all_reduce(both, dist.ReduceOp.MAX)
+    return both[0].masked_fill(both[1] > 0, float("nan"))
 
 
 def refuse_pending(grad: torch.Tensor | None) -> None:
