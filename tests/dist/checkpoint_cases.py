@@ -434,6 +434,26 @@ def one_rank_waits(folder: str) -> None:
     assert lz.save(folder, run.model).step == 1
 
 
+def no_room_for_a_copy(folder: str) -> str:
+    """A rank without host memory for a background save tells the others, which would wait for it otherwise."""
+    capture = importlib.import_module("layerzero.checkpoint.capture")
+    original = capture.LocalPiece.in_host_memory
+
+    def fail(piece: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room for a copy")
+        return original(piece)
+
+    run = Run("zero3")
+    capture.LocalPiece.in_host_memory = fail
+    try:
+        text = message_of(lz.save, folder, run.model, background=True)
+    finally:
+        capture.LocalPiece.in_host_memory = original
+    assert lz.save(folder, run.model, background=True).wait().name == "step-00000000"
+    return text
+
+
 class Untied(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()

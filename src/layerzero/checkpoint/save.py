@@ -244,11 +244,11 @@ def _prepare(
         described = describe(ranks, states, optimizer, captured, extra, rank_extra)
         left_out = () if request.include_ignored else (name for state in states for name in state.left_out)
         described["left_out"] = list(left_out)
+        if request.background:  # here, so that a rank without room for it tells the others
+            captured.pieces = [piece.in_host_memory() for piece in captured.pieces]
     except Exception as e:
         error = e
     ranks.agree("nothing was saved", error)
-    if request.background:
-        captured.pieces = [piece.in_host_memory() for piece in captured.pieces]
     blobs = list(piece_blobs(captured.pieces))
     nbytes = ranks.gather(sum(b.nbytes for b in blobs) + len(header_of(blobs)))
     answer: list[Any] = []
