@@ -113,14 +113,15 @@ def full_state_dict(root: nn.Module, engine: Engine, rank0_only: bool, cpu: bool
                     value = whole.to("cpu" if cpu else view.device, copy=True)
                     values[id(param.sharded)] = values[id(param.unsharded)] = value
     ordered: dict[str, torch.Tensor] = {}
-    keep = keep and not (rank0_only and engine.tensor is not None and engine.tensor.rank)
+    returns = not (rank0_only and engine.tensor is not None and engine.tensor.rank)
     for prefix, module in root.named_modules(remove_duplicate=False) if keep else ():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or key in module._non_persistent_buffers_set:
                 continue
             value = values.get(id(tensor))
-            if value is None:
-                plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                value = plain.detach().to("cpu" if cpu else tensor.device, copy=True)
-            ordered[f"{prefix}.{key}" if prefix else key] = value
+            if value is None:  # not the engine's
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                value = whole.detach().to("cpu" if cpu else tensor.device, copy=True) if returns else whole
+            if returns:
+                ordered[f"{prefix}.{key}" if prefix else key] = value
     return ordered

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import layerzero as lz
 from layerzero.collectives import SumComm
@@ -218,6 +218,21 @@ def state_case() -> None:
         (weight.to_local() ** 2).sum().backward()
     grad = model.layers["0"].mlp.up.weight.grad  # type: ignore[index,union-attr]
     assert grad is not None and bool(grad.local.any())
+
+
+def ignored_case() -> None:
+    """A tensor-parallel module that is left alone is whole in the state of rank 0, which the others help to gather."""
+    mesh = lz.ParallelMesh(dp=1, tp=2)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].requires_grad_(False)
+    parallelize_module(model, mesh.tp, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    lz.shard(model, mesh=mesh, ignored_modules=["0"], units=[nn.Linear])
+    for rank0_only in (False, True):
+        state = lz.full_state_dict(model, rank0_only=rank0_only)
+        assert set(state) == (set() if rank0_only and dist.get_rank() else set(want))
+        for name, value in state.items():
+            assert value.shape == want[name].shape and value.any()
 
 
 def starting_values_case() -> None:
