@@ -19,7 +19,7 @@ import layerzero as lz
 from layerzero.collectives import SumComm
 from layerzero.module import engine_of
 from layerzero.parallel.context import ContextParallel
-from layerzero.state import local_part
+from layerzero.tensor_parallel import part_of
 from tests.dist.parity import lane_context
 from tests.dist.transformer import DIM, Layer, Transformer, batch_for, loss_of_logits, make_transformer, parallelize, share_samples
 
@@ -92,7 +92,7 @@ def compare(model: nn.Module, want: Trained, got: Trained, before: dict[str, tor
         for name, p in model.named_parameters():
             info = lz.param_info(p)
             r = info.global_range
-            part = local_part(want.grads[step][name], info).flatten()[r.start : r.stop]
+            part = part_of(want.grads[step][name], info.tensor_parallel).flatten()[r.start : r.stop]
             torch.testing.assert_close(grads[name], part, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"grad {n}: {m}")
             compared += int((part != 0).sum())
     assert set(got.state) == set(want.state)
