@@ -177,12 +177,22 @@ def _materialise(
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Whole also where modules will see a DTensor, so that a module's own initialisation works as it would alone.
-    tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()
+    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device=device)
+
+
+def _mark(dtype: torch.dtype) -> float:
+    """What memory without values is filled with; positions in a buffer of zeros would be silently wrong."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min if dtype.is_signed else 0  # of bools and bytes any value may be meant
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.is_floating_point() and bool(tensor.detach().isnan().any())
+    if not tensor.numel():
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.detach().isnan().any())
+    return tensor.dtype.is_signed and bool((tensor == _mark(tensor.dtype)).all())
 
 
 def _prepare_buffers(

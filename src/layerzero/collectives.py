@@ -3,8 +3,8 @@
 [Note: bytes]
 A traffic count is what one rank has to *send* with a bandwidth-optimal algorithm: ``(m - 1)`` times its
 shard for an all-gather over ``m`` ranks of shards, ``(m - 1)/m`` of its buffer for a reduce-scatter, twice
-that for an all-reduce. Small control messages (structure check, reduction order, norms, desync check) are
-counted apart, under the axis `CONTROL`.
+that for an all-reduce. Small messages are counted apart, under the axis `CONTROL`: "control" from the compute
+thread (structure check, reduction order, norms), "check" from the unshard lane (ids of units).
 
 [Note: reductions on CPU]
 gloo implements reduce-scatter as an all-reduce, which sends twice the bytes, and it sums in the wire dtype.
@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-Op = Literal["unshard", "refresh", "reduce", "sync", "control", "exchange", "tensor", "tied"]
+Op = Literal["unshard", "refresh", "reduce", "sync", "control", "check", "exchange", "tensor", "tied"]
 CONTROL = -1
 """Axis number under which is counted what follows no axis: control messages, and sums over tensor-parallel ranks or
 over pipeline stages with tied parameters."""
@@ -92,11 +92,11 @@ class Traffic:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing inside is counted: it is no part of training."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     def __iter__(self) -> Iterator[tuple[Op, int, Count]]:
         for (op, axis), count in sorted(self.counts.items()):
@@ -172,6 +172,9 @@ class AxisComm:
         Summed in fp32. ``accum`` [n / size] is fp32 and is itself the result where ``dtype`` is fp32 too.
         """
         self.traffic.add(self.op, self.axis, _nbytes(wire) // self.size * (self.size - 1))
+        return self._reduce_scatter_mean(wire, accum, dtype)
+
+    def _reduce_scatter_mean(self, wire: torch.Tensor, accum: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         numel = wire.numel() // self.size
         if not wire.is_cpu:
             shard = wire.new_empty(numel)
@@ -186,10 +189,8 @@ class AxisComm:
 
     def all_reduce_mean(self, wire: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Mean over the axis of ``wire`` [n], rounded once to the wire dtype, as ``dtype`` [n]; same on every rank."""
-        shard = self.reduce_scatter_mean(wire, dtype=wire.dtype)
-        self.traffic.add(self.op, self.axis, _nbytes(shard) * (self.size - 1))
-        if not self.traffic._paused:
-            self.traffic.counts[self.op, self.axis].num -= 1  # both halves are one all-reduce
+        self.traffic.add(self.op, self.axis, 2 * (_nbytes(wire) // self.size) * (self.size - 1))
+        shard = self._reduce_scatter_mean(wire, None, wire.dtype)
         out = torch.empty_like(wire)
         _gather(out, shard, self.group)
         return out.to(dtype)
@@ -423,6 +424,6 @@ def add_in_chunks(
 def all_gather_ids(value: int, comm: AxisComm, device: torch.device) -> list[int]:
     """``value`` of every rank along an axis, on the group that carries the axis's gathers."""
     out = torch.empty(comm.size, dtype=torch.int64, device=device)
-    comm.traffic.add("control", CONTROL, 8 * (comm.size - 1))
+    comm.traffic.add("check", CONTROL, 8 * (comm.size - 1))
     _all_gather(out, torch.tensor([value], dtype=torch.int64, device=device), group=comm.group)
     return out.tolist()

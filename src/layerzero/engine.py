@@ -264,8 +264,7 @@ class Engine:
     def _check_lost_grads(self) -> None:
         pending = [p for u in self.units for p in u.params if is_pending(p.sharded.grad)]
         if pending:
-            for param in (p for u in self.units for p in u.params):
-                param.unsharded.grad = None
+            self._clear_unsharded_grads()
             raise ShardingError(
                 f"an earlier backward failed half-way, and the gradients of this step's micro-batches are incomplete "
                 f"since: {pending[0].info.fqn!r} and {len(pending) - 1} more. Call zero_grad() and start the step anew."
@@ -346,10 +345,13 @@ class Engine:
                     unit.track_inputs = True  # some went unused: watch the inputs from now on
                 unit.learn_fires()
             self._clear_backward_state()
-            self.schedule.announce_end()
             try:
+                self.schedule.announce_end()
                 self.reducer.finish(self.hold)
-            finally:  # hooks of the user's may raise
+            except BaseException:  # no room for a reduction, for example, or a hook of the user's
+                self._forget_gradients()
+                raise
+            finally:
                 self.schedule.end_backward()
                 self.refresher.backward_over()
                 if self.reducer.sync:
@@ -397,13 +399,21 @@ class Engine:
     def _abandon_backward(self) -> None:
         """A backward raised half-way: drop its gradients."""
         self._clear_backward_state()
-        self._has_lost_grads |= self.reducer.abandon()
+        self._forget_gradients()
         for unit in self.units:
             unit.pending.clear()
-            for param in unit.params:
-                param.unsharded.grad = None
             if not unit.forward_depth:
                 self.schedule.drop(unit)
+
+    def _forget_gradients(self) -> None:
+        """Of a backward that failed."""
+        self._has_lost_grads |= self.reducer.abandon()
+        self._clear_unsharded_grads()
+
+    def _clear_unsharded_grads(self) -> None:
+        for unit in self.units:
+            for param in unit.params:
+                param.unsharded.grad = None
 
 
 class _BackwardEnd:

@@ -77,11 +77,8 @@ class GradSource:
             values = torch._foreach_norm([g for _, g in filled], order)
             where = torch.tensor([i for i, _ in filled], device=norms.device)
             norms[where] = torch.stack(list(values)).float()
-        if order == float("inf"):  # some backends' MAX drops nan, so it travels beside
-            both = torch.stack([norms.nan_to_num(nan=order, posinf=order), norms.isnan().float()])
-            for control in self._controls:
-                control.all_reduce(both, dist.ReduceOp.MAX)
-            return both[0].masked_fill(both[1] > 0, float("nan"))
+        if order == float("inf"):
+            return largest(norms, self._controls)
         norms.pow_(order)
         for control in self._controls:
             control.all_reduce(norms, dist.ReduceOp.SUM)
@@ -91,6 +88,15 @@ class GradSource:
         """In place: the largest value over all ranks of the model."""
         for control in (*self._controls, *([self.pipeline] if self.pipeline is not None else [])):
             control.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+def largest(norms: torch.Tensor, controls: Sequence[Control]) -> torch.Tensor:
+    """Elementwise maximum of fp32 ``norms`` of any shape over the ranks; nan where it is on any rank. Collective."""
+    inf = float("inf")  # some backends' MAX drops nan, so it travels beside
+    both = torch.stack([norms.nan_to_num(nan=inf, posinf=inf), norms.isnan().float()])
+    for control in controls:
+        control.all_reduce(both, dist.ReduceOp.MAX)
+    return both[0].masked_fill(both[1] > 0, float("nan"))
 
 
 def refuse_pending(grad: torch.Tensor | None) -> None:
@@ -278,6 +284,17 @@ def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False,
     return norm if dtype is None else norm.to(dtype)
 
 
+def _linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+):
+    if A.ndim > 1 and ord not in (None, "fro"):
+        raise ShardingError(
+            f"torch.linalg.norm(grad, {ord!r}) of the gradient of {A._fqn!r} is a norm of a matrix, of which this rank "
+            f"has a slice only. Use torch.linalg.vector_norm(grad, p) for a global norm of its elements."
+        )
+    return _norm(A, ord, dim, keepdim, out, dtype)
+
+
 def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None):
     return _vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype, out=out)
 
@@ -289,7 +306,7 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = 
 
 _NORMS: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
-    torch.linalg.norm: _vector_norm,
+    torch.linalg.norm: _linalg_norm,
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
     torch._foreach_norm: _foreach_norm,
@@ -313,9 +330,16 @@ def _refuse_whole_check(shard: GradShard) -> Any:
     )
 
 
-_WHOLE_CHECK_NAMES = ("sum", "mean", "max", "min", "amax", "amin", "std", "var", "any", "all")
+_WHOLE_CHECK_NAMES = (
+    "sum", "nansum", "prod", "mean", "nanmean", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median",
+    "nanmedian", "quantile", "nanquantile", "std", "var", "std_mean", "var_mean", "logsumexp", "count_nonzero", "dot",
+    "vdot", "inner", "any", "all",
+)  # fmt: skip
 _WHOLE_CHECKS: dict[Any, Callable[[GradShard], Any]] = {
-    getattr(where, name): _refuse_whole_check for where in (torch, torch.Tensor) for name in _WHOLE_CHECK_NAMES
+    getattr(where, name): _refuse_whole_check
+    for where in (torch, torch.Tensor)
+    for name in _WHOLE_CHECK_NAMES
+    if hasattr(where, name)  # some are functions only
 }
 
 
@@ -329,6 +353,7 @@ def attach_grads(unit: Unit, source: GradSource, scale: float = 1.0) -> None:
     """
     for group in unit.trainable_groups:
         for param, local in zip(group.params, group.take_grads(scale), strict=True):
+            param.earlier_grad = None  # left over where a hook raised before this parameter's turn
             p = param.sharded
             if not p.requires_grad:
                 continue

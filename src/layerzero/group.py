@@ -474,11 +474,12 @@ class ParamGroup:
         if len(zeroed) == len(self.params):
             self.grad_accum = None
             return
-        for i in zeroed:
-            r = self.layout.slice(self._rt.rank, self.layout.axes.num_grads)
-            part = self.layout.params[i].intersect(r).shift(-r.start)
-            if part.numel:
-                self.grad_accum[part.start : part.stop].zero_()
+        r = self.layout.slice(self._rt.rank, self.layout.axes.num_grads)
+        parts = [part for i in zeroed if (part := self.layout.params[i].intersect(r).shift(-r.start)).numel]
+        if parts and self._rt.lanes.module is not None and self.grad_accum.device != self.model.device:
+            self._rt.lanes.module.current_stream().synchronize()  # else the copy to the host may overtake the zeros
+        for part in parts:
+            self.grad_accum[part.start : part.stop].zero_()
 
 
 def is_cut(info: ParamInfo) -> bool:

@@ -181,15 +181,21 @@ class StreamLane:
 
 
 class _LateEvent:
-    __slots__ = ("_lane", "done")
+    __slots__ = ("_lane", "done", "error")
 
     def __init__(self, lane: LateLane) -> None:
         self._lane = lane
         self.done = False
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        self.done, self.error = True, error
 
     def wait(self) -> None:
         while not self.done:
             self._lane.step()
+        if self.error is not None:
+            raise self.error
 
 
 class LateLane:
@@ -198,6 +204,7 @@ class LateLane:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._jobs: deque[tuple[Callable[[], None], Sequence[Event | None], _LateEvent]] = deque()
         self._rng = rng
+        self._failure: BaseException | None = None  # as in a thread's lane, nothing runs after it
 
     def run(self, fn: Callable[[], None], after: Sequence[Event | None] = ()) -> Event:
         event = _LateEvent(self)
@@ -213,11 +220,15 @@ class LateLane:
         if not self._jobs:
             return
         fn, after, event = self._jobs.popleft()
-        for other in after:
-            if other is not None:
-                other.wait()
-        fn()
-        event.done = True
+        if self._failure is None:
+            try:
+                for other in after:
+                    if other is not None:
+                        other.wait()
+                fn()
+            except BaseException as error:
+                self._failure = error
+        event.finish(self._failure)
 
 
 # ---------------------------------------------------------------------------- the engine's four

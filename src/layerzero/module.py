@@ -218,10 +218,9 @@ def forward_method(module: nn.Module, name: str) -> None:
         ShardingError: if the module is not sharded or has no such method.
     """
     engine_of(module)
-    hook, method = hooks_by_module[module], getattr(module, name, None)
-    if not callable(method):
+    hook, fn = hooks_by_module[module], getattr(type(module), name, None)
+    if not callable(fn):
         raise ShardingError(f"forward_method: {type(module).__name__} has no method {name!r}")
-    fn = getattr(type(module), name)
 
     def as_forward(*args: Any, **kwargs: Any) -> Any:
         target = hook.module()

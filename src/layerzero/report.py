@@ -10,6 +10,7 @@ from torch import nn
 
 from layerzero.collectives import CONTROL
 from layerzero.engine import Engine
+from layerzero.errors import ConfigError
 from layerzero.layout import GroupLayout, padding_ratio
 from layerzero.module import engine_of
 from layerzero.sharding import Axes, Sharding
@@ -213,6 +214,10 @@ def compare_strategies(
         model: a sharded model.
         strategies: by display name; by default ZeRO-1, ZeRO-3 and HSDP next to the model's own.
         micro_batches: per optimizer step.
+
+    Raises:
+        ShardingError: if ``model`` is not sharded.
+        ConfigError: a strategy's degrees are none of those that the model's axes have.
     """
     engine = engine_of(model)
     axes = engine.axes
@@ -227,7 +232,7 @@ def compare_strategies(
     param, grad = engine.config.param_torch_dtype, engine.config.reduce_torch_dtype
     rows = []
     for name, sharding in strategies.items():
-        resolved = _on_axes(sharding, axes)
+        resolved = _on_axes(name, sharding, axes)
         sent = [0] * len(axes.sizes)
         for unit in engine.units:
             for group in unit.groups:
@@ -269,9 +274,15 @@ def sent_per_axis(
         yield nbytes
 
 
-def _on_axes(sharding: Sharding, axes: Axes) -> Axes:
+def _on_axes(name: str, sharding: Sharding, axes: Axes) -> Axes:
     """``sharding`` on the axes of the comparison; its degrees must be prefixes of them."""
     degrees = [axes.degree(i) for i in range(len(axes.sizes) + 1)]
+    other = {d for d in vars(sharding).values() if d != "all"} - set(degrees)
+    if other:
+        raise ConfigError(
+            f"compare_strategies: {name!r} has degree {min(other)}, but the model's axes have {degrees}: compare "
+            f"degrees among these, or shard the model with a node_size that adds one"
+        )
     at = [degrees.index(axes.world_size if d == "all" else d) for d in vars(sharding).values()]
     return Axes(axes.sizes, *at)
 

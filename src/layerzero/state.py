@@ -13,6 +13,7 @@ from layerzero.buffers import Gather, views
 from layerzero.engine import Engine
 from layerzero.errors import ShardingError
 from layerzero.group import ParamGroup, ParamInfo
+from layerzero.tensor_parallel import part_of
 
 
 def param_info(param: torch.Tensor) -> ParamInfo:
@@ -73,9 +74,8 @@ def install_state_dict_hooks(module: nn.Module, engine: Engine) -> None:
                 )
             if tuple(full.shape) == info.global_shape:
                 r = info.global_range
-                state_dict[prefix + key] = (
-                    local_part(full.detach(), info).reshape(-1)[r.start : r.stop].view(param.shape)
-                )
+                local = part_of(full.detach(), info.tensor_parallel)
+                state_dict[prefix + key] = local.reshape(-1)[r.start : r.stop].view(param.shape)
             else:
                 error_messages.append(
                     f"size mismatch for {prefix + key}: got {tuple(full.shape)}, expected the full shape "
@@ -88,15 +88,6 @@ def install_state_dict_hooks(module: nn.Module, engine: Engine) -> None:
 
     module.register_state_dict_pre_hook(refuse)
     module.register_load_state_dict_pre_hook(slice_full)
-
-
-def local_part(full: torch.Tensor, info: ParamInfo) -> torch.Tensor:
-    """The part of a whole parameter that this tensor-parallel rank's data-parallel group shares."""
-    cut = info.tensor_parallel
-    if cut is None or cut.dim is None:
-        return full
-    indices = cut.indices(info.global_shape)
-    return full.narrow(cut.dim, indices.start, indices.numel)
 
 
 def full_state_dict(root: nn.Module, engine: Engine, rank0_only: bool, cpu: bool) -> dict[str, torch.Tensor]:
@@ -113,14 +104,15 @@ def full_state_dict(root: nn.Module, engine: Engine, rank0_only: bool, cpu: bool
                     value = whole.to("cpu" if cpu else view.device, copy=True)
                     values[id(param.sharded)] = values[id(param.unsharded)] = value
     ordered: dict[str, torch.Tensor] = {}
-    keep = keep and not (rank0_only and engine.tensor is not None and engine.tensor.rank)
+    returns = not (rank0_only and engine.tensor is not None and engine.tensor.rank)
     for prefix, module in root.named_modules(remove_duplicate=False) if keep else ():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or key in module._non_persistent_buffers_set:
                 continue
             value = values.get(id(tensor))
-            if value is None:
-                plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                value = plain.detach().to("cpu" if cpu else tensor.device, copy=True)
-            ordered[f"{prefix}.{key}" if prefix else key] = value
+            if value is None:  # not the engine's
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                value = whole.detach().to("cpu" if cpu else tensor.device, copy=True) if returns else whole
+            if returns:
+                ordered[f"{prefix}.{key}" if prefix else key] = value
     return ordered

@@ -82,10 +82,7 @@ class Spec:
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole plain tensor, as a view."""
-        if self.cut.dim is None:
-            return whole
-        indices = self.cut.indices(self.shape)
-        return whole.narrow(self.cut.dim, indices.start, indices.numel)
+        return part_of(whole, self.cut)
 
     def local_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """This rank's gradient, and whether the ranks' sum is the parameter's gradient rather than each of them.
@@ -100,6 +97,14 @@ class Spec:
         if not is_sum and tuple(grad.placements) != self.placements:
             grad = grad.redistribute(placements=self.placements)
         return local_of(grad), is_sum
+
+
+def part_of(whole: torch.Tensor, cut: TensorParallel | None) -> torch.Tensor:
+    """The part of a whole parameter that this tensor-parallel rank's data-parallel group shares, as a view."""
+    if cut is None or cut.dim is None:
+        return whole
+    indices = cut.indices(whole.shape)
+    return whole.narrow(cut.dim, indices.start, indices.numel)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,6 @@ class Unit:
         self.unshard_event: Event = DONE
         self.refresh_event: Event = DONE
         self.last_use_event: Event = DONE  # of a kept unit: whoever frees it may be on another stream
-        self.has_frozen = any(not g.trainable for g in groups)
         self.num_trainable = sum(len(g.params) for g in self.trainable_groups)
         self.forward_depth = 0
         self.held = 0  # by `unsharded()`
@@ -90,7 +89,7 @@ class Unit:
         self.fired_nested = False
         self._known_fires: dict[tuple[int, bool], int] = {}
         self.num_no_grad_forwards = 0
-        self.track_inputs = self.has_frozen
+        self.track_inputs = any(not g.trainable for g in groups)
         self.grads_ready = False
         self.reduced = False
 
@@ -157,7 +156,7 @@ class Unit:
             )
         param.unsharded.requires_grad_(wanted)
         self.num_trainable += 1 if wanted else -1
-        self.track_inputs = self.has_frozen = True
+        self.track_inputs = True
         self._known_fires.clear()
 
     def lend(self, copies: dict[Param, torch.Tensor]) -> None:

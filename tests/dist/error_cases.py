@@ -49,6 +49,8 @@ def misuse(strategy: str, lane: str) -> None:
     for pattern, use in once:
         with pytest.raises(lz.ShardingError, match=pattern):
             use()
+    with pytest.raises(lz.ConfigError, match=r"'odd' has degree 7, but the model's axes have \[1, "):
+        lz.compare_strategies(model, {"odd": lz.Sharding.hsdp(7)})
     assert model.to("cpu") is model and model.float() is model and model.to(torch.float32) is model
     assert isinstance(model, Net) and isinstance(model, lz.ShardedModule) and isinstance(model.layers[0], Layer)
     _still_trains(twins)

@@ -127,9 +127,17 @@ def local_work(strategy: str, lane: str) -> None:
         assert plain.grad is not None
         twins.close(local.reshape(-1), twins.slice_of(p, plain.grad), "edited gradient")
     grad = twins.model.inp.weight.grad
-    for name in ("sum", "mean", "max", "std", "any"):
+    for name in ("sum", "nansum", "prod", "mean", "max", "argmax", "median", "std", "any", "count_nonzero"):
         with pytest.raises(lz.ShardingError, match=r"inp\.weight.*this rank's only"):
             getattr(grad, name)()
+    for fn in (torch.var_mean, torch.aminmax, lambda g: torch.dot(g.flatten(), g.flatten())):
+        with pytest.raises(lz.ShardingError, match=r"inp\.weight.*this rank's only"):
+            fn(grad)
+    for order in (2, float("inf"), "nuc"):
+        with pytest.raises(lz.ShardingError, match=r"inp\.weight.*norm of a matrix"):
+            torch.linalg.norm(grad, order)
+    for same in (torch.linalg.norm(grad), torch.linalg.norm(grad, "fro"), torch.norm(grad), grad.norm(2)):
+        assert torch.equal(same, torch.linalg.vector_norm(grad, 2)) and same > 0
 
 
 # ---------------------------------------------------------------------------- loss scaling

@@ -122,6 +122,32 @@ def failed_user_hook(model: Any) -> None:
     model.zero_grad()
 
 
+def failed_user_hook_on_added_gradients(model: Any) -> None:
+    """What a hook that never got its turn would have been told is no part of a later step."""
+    fails = [False]
+
+    def refuse(_grad: torch.Tensor) -> None:
+        if fails[0]:
+            raise ValueError("a check of the user's")
+
+    handles = [p.register_hook(refuse) for p in model.parameters() if p.requires_grad]
+    model(X).square().mean().backward()
+    fails[0] = True
+    with pytest.raises(ValueError, match="a check"):
+        model(X).square().mean().backward()
+    fails[0] = False
+    model.zero_grad()
+    model(X).square().mean().backward()
+    first = [p.grad.local.clone() for p in model.parameters() if p.requires_grad]
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    model(X).square().mean().backward()
+    for grad, p in zip(first, (p for p in model.parameters() if p.requires_grad), strict=True):
+        torch.testing.assert_close(grad, p.grad.local)
+    model.zero_grad()
+
+
 def failed_user_pre_hook(model: Any) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("before the engine's hook")
@@ -227,6 +253,40 @@ def failed_micro_batch(strategy: str, accumulate: str, fails_synced: bool) -> No
     model(X).sum().backward()
     grad = model[1].bias.grad.local
     assert torch.equal(grad, torch.full_like(grad, 8.0))  # two micro-batches of four rows
+
+
+def failed_last_reduction() -> None:
+    """Reductions that can't start at the end of a backward, memory being out, leave the next one as it should be."""
+    torch.manual_seed(0)
+    model = lz.shard(Chain(*(nn.Linear(8, 8) for _ in range(2))), units=[nn.Linear], sharding="zero3",
+                     backward_reduce_scatter="BACKWARD_POST")  # fmt: skip
+    (group,) = engine_of(model).units[1].groups
+    wanted: list[torch.Tensor] = []
+    for is_first in (True, False):
+        if not is_first:
+            with model.no_sync():
+                model(X).sum().backward()
+        reduce = group.reduce
+
+        def fail(_sync: bool) -> Any:
+            raise MemoryError("no room to pack")
+
+        group.reduce = fail  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            model(X).sum().backward()
+        group.reduce = reduce  # type: ignore[method-assign]
+        if not is_first:
+            with pytest.raises(lz.ShardingError, match="failed half-way.*zero_grad"):
+                model(X).sum().backward()
+        model.zero_grad()
+        model(X).sum().backward()
+        grads = [p.grad.local.clone() for p in model.parameters()]
+        wanted = grads if is_first else wanted
+        assert all(torch.equal(a, b) and b.any() for a, b in zip(grads, wanted, strict=True) if a.numel())
+        model.zero_grad()
+        model(X).sum().backward()
+        assert all(torch.equal(a, p.grad.local) for a, p in zip(grads, model.parameters(), strict=True))
+        model.zero_grad()
 
 
 def failed_gather() -> None:

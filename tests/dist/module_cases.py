@@ -125,6 +125,9 @@ def declared_method(strategy: str, lane: str) -> None:
     twins.train(script, steps=3)
     with pytest.raises(lz.ShardingError, match="no method 'nothing'"):
         lz.forward_method(twins.model.head, "nothing")
+    twins.model.head.attached = lambda x: x  # of the object, not of its class
+    with pytest.raises(lz.ShardingError, match="no method 'attached'"):
+        lz.forward_method(twins.model.head, "attached")
 
 
 def read_unsharded(strategy: str, lane: str) -> None:

@@ -281,6 +281,21 @@ def half_precision_case() -> list[Any]:
     return [sorted(seen), losses]
 
 
+def frozen_stage_case() -> list[float]:
+    """Norms where the last stage has nothing to train are those of the first one's gradients."""
+    mesh, whole = mesh_of(2, 1), make_transformer()
+    for name, _ in copy.deepcopy(whole).keep_stage(1, 2).named_parameters():
+        whole.get_parameter(name).requires_grad_(False)
+    stages = Stages(whole, mesh, 2, sharding="layerzero", zero3_size=1)
+    stages.run(0)
+    norms = [stages.pipeline.grad_norm(order) for order in (2.0, float("inf"))]
+    grads = [p.grad.local.flatten() for p in stages.named_parameters().values() if p.grad is not None]  # type: ignore[union-attr]
+    assert bool(grads) is (mesh.coordinate("pp") == 0)
+    if grads:
+        assert torch.equal(norms[1], torch.cat(grads).abs().max()) and norms[1] > 0
+    return [norm.item() for norm in norms]
+
+
 def scaler_case() -> None:
     """An overflow on one stage makes all stages skip the step."""
     mesh = mesh_of(2, 2)

@@ -223,11 +223,25 @@ def meta_without_init(strategy: str, lane: str) -> None:
             with torch.no_grad():
                 self.scale.fill_(1.0)
 
-    for cls, what in ((Bare, "bare"), (Forgets, "angles")):
+    class Positions(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("ids", torch.arange(3), persistent=False)
+
+    class Rotation(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
+
+    for cls, what in ((Bare, "bare"), (Forgets, "angles"), (Positions, "ids"), (Rotation, "phases")):
         with torch.device("meta"):
             model = nn.Sequential(cls(), nn.Linear(3, 3))
         with pytest.raises(lz.ShardingError, match=rf"{cls.__name__} in unit '0'.*'{what}'.*param_init_fn="):
             lz.shard(model, units=[cls], sharding=strategy, zero3_size=2)
+    with torch.device("meta"):
+        counted: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    lz.shard(counted, units=[], sharding=strategy, zero3_size=2)
+    assert counted[1].num_batches_tracked == 0
     with torch.device("meta"):
         tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
         tied[1].weight = tied[0].weight

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import layerzero as lz
 from layerzero.collectives import SumComm
 from layerzero.module import engine_of
 from layerzero.parallel.context import ContextParallel
-from layerzero.state import local_part
+from layerzero.tensor_parallel import part_of
 from tests.dist.parity import lane_context
 from tests.dist.transformer import DIM, Layer, Transformer, batch_for, loss_of_logits, make_transformer, parallelize, share_samples
 
@@ -92,7 +92,7 @@ def compare(model: nn.Module, want: Trained, got: Trained, before: dict[str, tor
         for name, p in model.named_parameters():
             info = lz.param_info(p)
             r = info.global_range
-            part = local_part(want.grads[step][name], info).flatten()[r.start : r.stop]
+            part = part_of(want.grads[step][name], info.tensor_parallel).flatten()[r.start : r.stop]
             torch.testing.assert_close(grads[name], part, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"grad {n}: {m}")
             compared += int((part != 0).sum())
     assert set(got.state) == set(want.state)
@@ -218,6 +218,21 @@ def state_case() -> None:
         (weight.to_local() ** 2).sum().backward()
     grad = model.layers["0"].mlp.up.weight.grad  # type: ignore[index,union-attr]
     assert grad is not None and bool(grad.local.any())
+
+
+def ignored_case() -> None:
+    """A tensor-parallel module that is left alone is whole in the state of rank 0, which the others help to gather."""
+    mesh = lz.ParallelMesh(dp=1, tp=2)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].requires_grad_(False)
+    parallelize_module(model, mesh.tp, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    lz.shard(model, mesh=mesh, ignored_modules=["0"], units=[nn.Linear])
+    for rank0_only in (False, True):
+        state = lz.full_state_dict(model, rank0_only=rank0_only)
+        assert set(state) == (set() if rank0_only and dist.get_rank() else set(want))
+        for name, value in state.items():
+            assert value.shape == want[name].shape and value.any()
 
 
 def starting_values_case() -> None:

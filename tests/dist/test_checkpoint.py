@@ -145,6 +145,11 @@ def test_one_rank_waits(pool: Pool, tmp_path: Path) -> None:
     pool.run(cases.one_rank_waits, 2, folder=str(tmp_path))
 
 
+def test_no_room_for_a_copy(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(cases.no_room_for_a_copy, 2, folder=str(tmp_path), timeout=60):
+        assert "nothing was saved" in text and "no room for a copy" in text and "rank 1" in text
+
+
 def test_untied_into_tied(pool: Pool, tmp_path: Path) -> None:
     for text in pool.run(cases.untied_into_tied, 2, folder=str(tmp_path)):
         assert "a.weight, b.weight (one tensor here, different values there)" in text

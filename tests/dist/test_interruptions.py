@@ -11,8 +11,8 @@ pytestmark = pytest.mark.dist
 
 DISTURBANCES = [
     "interrupted_submodule", "interrupted_recomputation", "interrupted_forward_method", "interrupted_in_unsharded",
-    "refused_forward_method", "failed_cast", "failed_copies", "failed_user_hook", "failed_user_pre_hook",
-    "restored_hooks",
+    "refused_forward_method", "failed_cast", "failed_copies", "failed_user_hook",
+    "failed_user_hook_on_added_gradients", "failed_user_pre_hook", "restored_hooks",
 ]  # fmt: skip
 
 
@@ -32,6 +32,11 @@ def test_incomplete_gradients_are_refused(
     pool: Pool, world: int, strategy: str, accumulate: str, fails_synced: bool
 ) -> None:
     pool.run(cases.failed_micro_batch, world, strategy=strategy, accumulate=accumulate, fails_synced=fails_synced)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_after_a_reduction_that_could_not_start(pool: Pool, world: int) -> None:
+    pool.run(cases.failed_last_reduction, world)
 
 
 def test_a_failed_gather_can_be_repeated(pool: Pool) -> None:

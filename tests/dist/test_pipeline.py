@@ -114,6 +114,10 @@ class TestSteps:
             half, full = losses[: len(losses) // 2], losses[len(losses) // 2 :]
             assert half == pytest.approx(full, rel=2e-2) and half != full if rank >= 2 else losses == []
 
+    def test_frozen_stage(self, pool: Pool) -> None:
+        first, last = pool.run(cases.frozen_stage_case, 2)
+        assert first == last
+
     def test_scaler(self, pool: Pool) -> None:
         pool.run(cases.scaler_case, 4)
 

@@ -83,6 +83,9 @@ class TestState:
     def test_full_state_and_unsharded(self, pool: Pool) -> None:
         pool.run(cases.state_case, 4)
 
+    def test_ignored_modules(self, pool: Pool) -> None:
+        pool.run(cases.ignored_case, 2)
+
     def test_starting_values(self, pool: Pool) -> None:
         pool.run(cases.starting_values_case, 4)
 

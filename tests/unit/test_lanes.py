@@ -68,23 +68,24 @@ class TestEveryLane:
         with pytest.raises(ValueError, match="closure 7"):
             lane.run(fail).wait()
 
-
-class TestThreads:
-    def test_after_a_failure_nothing_runs_and_everything_raises(self) -> None:
-        lane, done = ThreadLane("test"), []
+    @every_kind
+    def test_after_a_failure_nothing_runs_and_everything_raises(self, make: Callable[[], Any]) -> None:
+        lane, done = make(), []
 
         def fail() -> None:
             raise ValueError("first failure")
 
         before = lane.run(lambda: done.append("before"))
         events = [lane.run(fail), lane.run(lambda: done.append("after"))]
-        other = ThreadLane("other").run(lambda: done.append("other lane"), after=[events[1]])
+        other = make().run(lambda: done.append("other lane"), after=[events[1]])
         before.wait()
-        for event in [*events, other]:
+        for event in [*events, other, *events]:  # also a second time
             with pytest.raises(ValueError, match="first failure"):
                 event.wait()
         assert done == ["before"]
 
+
+class TestThreads:
     def test_runs_beside_the_caller(self) -> None:
         lane, names = ThreadLane("unshard"), []
         lane.run(lambda: names.append(threading.current_thread())).wait()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from layerzero.checkpoint.folder import is_step_folder, sync_folder, write_synced
+from layerzero.checkpoint.folder import check_space, is_step_folder, sync_folder, write_synced
 from layerzero.checkpoint.manifest import VALUE
 from layerzero.checkpoint.source import Source
 from layerzero.checkpoint.storage import DTYPE_NAMES, Blob, write_file
@@ -27,7 +27,6 @@ from layerzero.errors import CheckpointError
 
 _DRAFT = ".layerzero-export"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
-_RESERVE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,12 @@ def export(
     files = dict(_files(outputs, max_shard_nbytes, name))
     nbytes = sum(output.nbytes for output in outputs)
     folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if nbytes + _RESERVE_NBYTES > free:
-        raise CheckpointError(f"{folder}: {nbytes / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
+    check_space(folder, nbytes, "Free some, or export elsewhere.")
     draft = folder / _DRAFT
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
-        report = _Meter(progress, sum(output.nbytes for output in outputs))
+        report = _Meter(progress, nbytes)
         for file, held in files.items():
             write_file(draft / file, [_blob(source, output, report) for output in held])
         names = list(files)

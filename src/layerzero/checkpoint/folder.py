@@ -27,6 +27,7 @@ _STEP = re.compile(r"step-(\d{8,18})\Z")
 _HIDDEN = ".layerzero-tmp-"
 _REMOVED, _REPLACED = f"{_HIDDEN}removed-", f"{_HIDDEN}replaced-"
 _MAX_MANIFEST_NBYTES = 2 << 30
+_RESERVE_NBYTES = 1 << 20  # for manifest or index, and the file system's own
 
 
 def step_name(step: int) -> str:
@@ -215,6 +216,19 @@ def _delete(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def check_space(folder: Path, nbytes: int, advice: str) -> None:
+    """Raise where ``nbytes`` of tensors don't fit.
+
+    Raises:
+        CheckpointError: says how much is needed and free, and ends with ``advice``.
+    """
+    free, needed = shutil.disk_usage(folder).free, nbytes + _RESERVE_NBYTES
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: {needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free. {advice}"
+        )
 
 
 def write_synced(path: Path, data: bytes) -> None:

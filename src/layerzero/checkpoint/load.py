@@ -21,7 +21,7 @@ from layerzero.checkpoint.optimizer_state import as_list, names_of_params, share
 from layerzero.checkpoint.ranks import Ranks
 from layerzero.checkpoint.save import wait_for_pending
 from layerzero.checkpoint.source import Source, Wanted
-from layerzero.checkpoint.values import decode
+from layerzero.checkpoint.values import decode, refuse_tensor
 from layerzero.errors import CheckpointError, DesyncError
 from layerzero.module import engine_of
 from layerzero.warnings_ import warn
@@ -82,6 +82,7 @@ def load(
     ranks = Ranks.all()
     wait_for_pending(ranks)
     plan: _Plan | None = None
+    seen = ""  # the checkpoint, so that ranks which see another one notice
     error: Exception | None = None
     arguments: dict[str, Any] = {}
     try:
@@ -102,11 +103,12 @@ def load(
     try:
         source = Source.open(Path(path), arguments["step"])
         plan = _plan(source, model_states(model, include_ignored=True), as_list(optimizer))
+        seen = f"{source.folder} ({source.fingerprint()})"
     except Exception as e:
         error = e
     ranks.agree("nothing was loaded", error)
     assert plan is not None
-    plan.find_unexpected(ranks)
+    plan.find_unexpected(ranks, seen)
     try:
         if strict:
             plan.refuse_differences()
@@ -161,15 +163,10 @@ class _Plan:
     mismatched: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def find_unexpected(self, ranks: Ranks) -> None:
-        """What no rank uses: other pipeline stages take theirs. Collective."""
+    def find_unexpected(self, ranks: Ranks, seen: str) -> None:
+        """What no rank uses: other pipeline stages take theirs. ``seen`` has to be the same everywhere. Collective."""
         first = any(state.engine.rank == 0 for state in self.states)
-        told = ranks.gather(
-            [
-                f"{self.source.folder} ({self.source.fingerprint()})",
-                *((sorted(self.used), sorted(self.optimized)) if first else ((), ())),
-            ]
-        )
+        told = ranks.gather([seen, *((sorted(self.used), sorted(self.optimized)) if first else ((), ()))])
         folders = dict.fromkeys(folder for folder, _, _ in told)
         if len(folders) > 1:
             raise DesyncError(
@@ -193,15 +190,17 @@ class _Plan:
             )
 
     def run(self) -> None:
-        with torch.no_grad():
-            self.source.read(self.wanted)
-        for optimizer, state_dict in self.optimizers:
-            optimizer.load_state_dict(state_dict)
-        for tensor, read in self.copies:
+        try:
             with torch.no_grad():
-                tensor.copy_(read.view(tensor.shape))
-        for state in self.states:
-            state.engine.refresher.mark_all_stale()
+                self.source.read(self.wanted)
+            for optimizer, state_dict in self.optimizers:
+                optimizer.load_state_dict(state_dict)
+            for tensor, read in self.copies:
+                with torch.no_grad():
+                    tensor.copy_(read.view(tensor.shape))
+        finally:  # ranks that fail at different places must not decide differently what to refresh
+            for state in self.states:
+                state.engine.refresher.mark_all_stale()
         for text in self.warnings:
             warn(text)
 
@@ -278,7 +277,7 @@ def _plan_optimizer(
                 found.append(options[name])
             state[i] = _state_of(plan, optimizer.state.get(p, {}), p, by_id[id(p)], name, members[name])
         same, differing = shared_options(found) if found else ({}, [])
-        loaded = {k: decode(v, _refuse_tensor) for k, v in same.items()}
+        loaded = {k: decode(v, refuse_tensor) for k, v in same.items()}
         if differing:
             plan.warnings.append(
                 f"param group {number} of {kind} joins parameters that were saved with different values of "
@@ -306,7 +305,7 @@ def _state_of(
     record = source.manifest.optimizer
     assert record is not None
     for key, value in record.scalars.get(name, {}).items():
-        state[key] = decode(value, _refuse_tensor)
+        state[key] = decode(value, refuse_tensor)
     return state
 
 
@@ -319,10 +318,6 @@ def _equal(source: Source, name: str, other: str, named: Named) -> bool:
         [Wanted(n, VALUE, named.placement, named.held, out) for n, out in zip((name, other), both, strict=True)]
     )
     return torch.equal(both[0].nan_to_num(), both[1].nan_to_num())
-
-
-def _refuse_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"an optimizer value asks for tensor {name!r}, where only numbers are expected")
 
 
 def _listed(names: list[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from layerzero.checkpoint.shares import describe, merge, piece_blobs, piece_reco
 from layerzero.checkpoint.storage import header_of, write_file
 from layerzero.errors import CheckpointError
 from layerzero.warnings_ import warn
-
-_RESERVE_NBYTES = 1 << 20  # for the manifest and the file system's own
 
 
 class Saved:
@@ -244,11 +241,11 @@ def _prepare(
         described = describe(ranks, states, optimizer, captured, extra, rank_extra)
         left_out = () if request.include_ignored else (name for state in states for name in state.left_out)
         described["left_out"] = list(left_out)
+        if request.background:  # here, so that a rank without room for it tells the others
+            captured.pieces = [piece.in_host_memory() for piece in captured.pieces]
     except Exception as e:
         error = e
     ranks.agree("nothing was saved", error)
-    if request.background:
-        captured.pieces = [piece.in_host_memory() for piece in captured.pieces]
     blobs = list(piece_blobs(captured.pieces))
     nbytes = ranks.gather(sum(b.nbytes for b in blobs) + len(header_of(blobs)))
     answer: list[Any] = []
@@ -259,7 +256,7 @@ def _prepare(
                 step = max(folders.steps(Path(request.path)), default=-1) + 1
             draft = folders.open_draft(Path(request.path), step, request.overwrite)
             answer = [step, str(draft)]
-            _check_space(draft, sum(nbytes))
+            folders.check_space(draft.parent, sum(nbytes), "Free some, use keep=, or save elsewhere.")
     except Exception as e:
         error = e
         if answer:
@@ -271,13 +268,3 @@ def _prepare(
 
 def _optimizer_state(states: list[ModelState], optimizers: list[Optimizer]) -> OptimizerState:
     return read_optimizers(optimizers, {id(n.tensor): n for state in states for n in state.all()})
-
-
-def _check_space(draft: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(draft).free
-    needed = nbytes + _RESERVE_NBYTES
-    if needed > free:
-        raise CheckpointError(
-            f"{draft.parent}: {needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free. Free some, use "
-            f"keep=, or save elsewhere."
-        )

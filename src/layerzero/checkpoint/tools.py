@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from layerzero.checkpoint.folder import MANIFEST
 from layerzero.checkpoint.manifest import VALUE, Manifest
 from layerzero.checkpoint.source import Source
 from layerzero.checkpoint.storage import DTYPE_NAMES, DTYPES
-from layerzero.checkpoint.values import decode
+from layerzero.checkpoint.values import decode, refuse_tensor
 from layerzero.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
@@ -217,12 +217,9 @@ def _undecodable(source: Source) -> Iterator[str]:
             raise CheckpointError(f"extra data asks for a tensor {name[:100]!r} that is not there")
         return torch.empty(0)  # its bytes are verified where they lie
 
-    def refuse(name: str) -> NoReturn:
-        raise CheckpointError(f"an optimizer value asks for tensor {name!r}, where only numbers are expected")
-
     for where, value in _encoded(source.manifest):
         try:
-            decode(value, refuse if where.startswith("optimizer") else named, where)
+            decode(value, refuse_tensor if where.startswith("optimizer") else named, where)
         except CheckpointError as error:
             yield f"{source.folder / MANIFEST}: {error}"
 

@@ -141,3 +141,8 @@ def _decode_number(name: str, number: Any) -> torch.Tensor:
     if type(number) is not kind:
         raise TypeError
     return torch.tensor(number, dtype=dtype)
+
+
+def refuse_tensor(name: str) -> torch.Tensor:
+    """The ``tensor`` of `decode` for optimizers' values."""
+    raise CheckpointError(f"an optimizer value asks for tensor {name!r}, where only numbers are expected")

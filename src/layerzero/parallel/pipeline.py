@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.collectives import Control, SumComm
 from layerzero.engine import Engine
 from layerzero.errors import ShardingError
+from layerzero.grads import largest
 from layerzero.group import ParamGroup
 from layerzero.mesh import Mesh
 from layerzero.module import engine_of
@@ -171,10 +172,9 @@ class Pipeline:
         """Norm of all stages' gradients, every element counted once: fp32 scalar, equal everywhere. Collective."""
         order = float(norm_type)
         norms = torch.cat([engine.grad_source.all_norms(order) for engine in self._engines])
-        if order == float("inf"):  # some backends' MAX drops nan, so it travels beside
-            both = torch.stack([norms.nan_to_num(nan=order, posinf=order).max(), norms.isnan().any().float()])
-            largest, has_nan = self._control.all_reduce(both, dist.ReduceOp.MAX)
-            return largest.masked_fill(has_nan > 0, float("nan"))
+        if order == float("inf"):
+            own = norms.max() if len(norms) else norms.new_zeros(())  # a stage may have nothing to train
+            return largest(own, [self._control])
         return self._control.all_reduce(norms.pow(order).sum(), dist.ReduceOp.SUM).pow(1.0 / order)
 
     def clip_grad_norm_(
