@@ -256,6 +256,11 @@ class ParamGroup:
 
     # ------------------------------------------------------------------ reduce: unsharded grads -> main_grad
 
+    def reduces_at_once(self, sync: bool, timeout: float) -> bool:
+        """Whether `reduce` waits at most ``timeout`` seconds for earlier reductions, which peers have to join."""
+        adds_only = self.own_grads is not None or (self.whole_grads is not None and not sync)
+        return adds_only or not self.layout.axes.sizes or self._rt.pack_buffers.is_free(timeout)
+
     def reduce(self, sync: bool) -> Event:
         """Pack the gradients and start their reduction; accumulate only unless ``sync``."""
         rt, axes = self._rt, self.layout.axes
