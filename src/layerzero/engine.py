@@ -101,6 +101,7 @@ class Engine:
     resume_pending: bool = False
     _has_lost_grads: bool = False  # a backward failed after some of its gradients were added to earlier ones
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
+    _num_passes: int = 0
     _in_backward: bool = False
     _graph_task: int = -1
 
@@ -132,6 +133,7 @@ class Engine:
         """The outermost forward starts, outside a backward; ``of_root`` if it is the whole model's."""
         grad_enabled = torch.is_grad_enabled()
         self._may_recompute = grad_enabled or not of_root
+        self._num_passes += 1
         self.schedule.begin_pass(grad_enabled)
         self.refresher.begin_pass(grad_enabled, not self.sync, reversed(self.reducer.order), self._drop)
 
@@ -204,7 +206,7 @@ class Engine:
         """Called in a forward; None where no backward can follow."""
         if not torch.is_grad_enabled():
             return None
-        use = Use(unit, recomputed=in_backward)
+        use = Use(unit, in_backward, self._num_passes)
         if not in_backward:  # a recomputed forward stands for one that is counted
             unit.pending.add(use)
         return use
@@ -285,6 +287,7 @@ class Engine:
         over = unit.num_trainable > 0 and not unit.track_inputs and unit.all_arrived_in(use.task)
         if over or unit.reduced or use in unit.active:
             return
+        self.schedule.prefetch_after_backward()  # before this unit's backward counts as begun
         unit.active.add(use)
         unit.begun.add(use)
         self.schedule.demand(unit, in_backward=True)
@@ -298,7 +301,7 @@ class Engine:
         unit.pending.discard(use)
         if unit.fires and not unit.pending and (not unit.is_reentrant or unit.all_arrived()):
             self._gradients_final(unit)
-        if not unit.active and not unit.forward_depth:
+        if not unit.active and not unit.forward_depth and not unit.stays_after(use):
             self.schedule.backward_over(unit)
 
     def grad_arrived(self, unit: Unit, param: torch.Tensor) -> None:
@@ -326,7 +329,7 @@ class Engine:
         if final or unit.all_arrived_in(task):
             # A checkpoint inside the unit's forward gives gradients in a task nested in the one of the unit's use.
             unit.active = {use for use in unit.active if use.tracked or not (final or use.task == task)}
-            if not unit.active and not unit.forward_depth:
+            if not unit.active and not unit.forward_depth and (final or not unit.stays_after(None)):
                 self.schedule.backward_over(unit)
 
     def _gradients_final(self, unit: Unit) -> None:
@@ -345,8 +348,8 @@ class Engine:
                 if any(not unit.all_arrived_in(task) for task in unit.fires):
                     unit.track_inputs = True  # some went unused: watch the inputs from now on
                 unit.learn_fires()
-            self._clear_backward_state()
             self.schedule.announce_end()
+            self._clear_backward_state()
             try:
                 self.reducer.finish(self.hold)
             finally:  # hooks of the user's may raise

@@ -37,11 +37,12 @@ _LEGAL = {
 class Use:
     """One grad-enabled forward of a unit; lives as long as its autograd graph."""
 
-    __slots__ = ("__weakref__", "recomputed", "task", "tracked", "unit")
+    __slots__ = ("__weakref__", "of_pass", "recomputed", "task", "tracked", "unit")
 
-    def __init__(self, unit: Unit, recomputed: bool = False) -> None:
+    def __init__(self, unit: Unit, recomputed: bool = False, of_pass: int = -1) -> None:
         self.unit = unit
         self.recomputed = recomputed
+        self.of_pass = of_pass  # number of the outermost forward it belongs to
         self.task = -1  # autograd's id of the backward, possibly a nested one, that reached it
         self.tracked = False  # whether its inputs' gradients are watched
 
@@ -112,6 +113,18 @@ class Unit:
     def is_reentrant(self) -> bool:
         """Whether nested backwards may give gradients too."""
         return self.fired_nested or self.num_no_grad_forwards > 0
+
+    def stays_after(self, use: Use | None) -> bool:
+        """Whether uses of the same pass keep the parameters in a backward that is done with ``use``.
+
+        When all gradients are there is known on this rank only, where some go unused on some ranks. Ranks that gave
+        the parameters back between two uses would gather alone, so none does, unless frozen parameters make all
+        ranks watch the inputs.
+        """
+        if self.has_frozen:
+            return False
+        again = use is not None and any(other.of_pass == use.of_pass for other in self.pending if other is not use)
+        return again or self.num_no_grad_forwards > 1
 
     def all_arrived_in(self, task: int) -> bool:
         """Whether the backward with this id gave every trainable parameter its gradient."""
