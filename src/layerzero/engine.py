@@ -50,15 +50,17 @@ class Frame:
             KeyboardInterrupt unwinds runs no forward hooks; a unit's ``__call__`` notices, other modules have none.
         entered: whether the engine counts it; no longer after an interrupt.
         starts_pass: nothing was entered around it.
+        first_node: sequence number of the first autograd node that it may make.
         uses: an entry for each unit that was entered so far.
     """
 
-    __slots__ = ("caller", "entered", "starts_pass", "thread", "uses")
+    __slots__ = ("caller", "entered", "first_node", "starts_pass", "thread", "uses")
 
     def __init__(self, caller: FrameType | None = None) -> None:
         self.caller = caller
         self.thread = threading.get_ident() if caller is not None else 0
         self.entered = self.starts_pass = False
+        self.first_node = sys.maxsize
         self.uses: list[Use | None] = []
 
 

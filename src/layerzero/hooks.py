@@ -99,6 +99,7 @@ class ModuleHook:
             frame.uses[i] = use = engine.begin_use(unit, in_backward)
             if use is not None and unit.track_inputs:
                 args, kwargs = _watch_inputs(engine, use, args, kwargs)
+        frame.first_node = torch.autograd._get_sequence_nr()
         return args, kwargs
 
     def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -117,7 +118,7 @@ class ModuleHook:
             if self._is_boundary:
                 output = engine.casts.cast_outputs(output)
             if torch.is_grad_enabled():
-                grad_tensors = require_grad_tensors(output, (args, kwargs))
+                grad_tensors = require_grad_tensors(output, (args, kwargs), frame.first_node)
         finally:
             for unit, use in zip(self.units, frame.uses, strict=False):  # a failed `_enter` has entered fewer
                 engine.post_forward(unit, use, grad_tensors)

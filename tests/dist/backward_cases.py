@@ -501,3 +501,32 @@ def backward_inside_forward(strategy: str, lane: str) -> None:
         loss_of(net, rank, 1).backward()
 
     twins.train(script)
+
+
+class InPlace(nn.Module):
+    """Adds to its input, which it returns in a tuple, as layers of language models do."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x += self.down(torch.tanh(self.up(torch.tanh(x))))
+        return x, None
+
+
+class InPlaceNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([InPlace(7, 11) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.out(x)
+
+
+def in_place(strategy: str, lane: str) -> None:
+    """An input that a unit modified in place is an output of it."""
+    twins_of(strategy, lane, InPlaceNet, units=[InPlace]).train(lambda net, rank: loss_of(net, rank, 0).backward())
