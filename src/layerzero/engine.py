@@ -30,7 +30,7 @@ import torch
 from layerzero.collectives import Control, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.errors import ShardingError
-from layerzero.grads import GradSource, is_pending
+from layerzero.grads import GradSource, is_added_to, is_pending
 from layerzero.lanes import Lanes
 from layerzero.layout import GroupLayout
 from layerzero.precision import Casts
@@ -102,6 +102,7 @@ class Engine:
     outside: list[Frame] = field(default_factory=list)  # those among them that have a caller
     resume_pending: bool = False
     _has_lost_grads: bool = False  # a backward failed after some of its gradients were added to earlier ones
+    _lost_synced: bool = True  # only in synchronised ones, which leave earlier synchronised gradients as they are
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _num_passes: int = 0
     _in_backward: bool = False
@@ -266,7 +267,8 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
     def _check_lost_grads(self) -> None:
-        pending = [p for u in self.units for p in u.params if is_pending(p.sharded.grad)]
+        lost = is_pending if self._lost_synced else is_added_to
+        pending = [p for u in self.units for p in u.params if lost(p.sharded.grad)]
         if pending:
             for param in (p for u in self.units for p in u.params):
                 param.unsharded.grad = None
@@ -274,7 +276,7 @@ class Engine:
                 f"an earlier backward failed half-way, and the gradients of this step's micro-batches are incomplete "
                 f"since: {pending[0].info.fqn!r} and {len(pending) - 1} more. Call zero_grad() and start the step anew."
             )
-        self._has_lost_grads = False
+        self._has_lost_grads, self._lost_synced = False, True
 
     def pre_backward(self, use: Use) -> None:
         """A gradient arrived at an output of this use of the unit."""
@@ -402,7 +404,9 @@ class Engine:
     def _abandon_backward(self) -> None:
         """A backward raised half-way: drop its gradients."""
         self._clear_backward_state()
-        self._has_lost_grads |= self.reducer.abandon()
+        lost = self.reducer.abandon()
+        self._has_lost_grads |= lost
+        self._lost_synced &= self.reducer.sync or not lost
         for unit in self.units:
             unit.pending.clear()
             for param in unit.params:

@@ -104,6 +104,11 @@ def is_pending(grad: torch.Tensor | None) -> bool:
     return isinstance(grad, GradShard) and grad.pending and not grad._layerzero_zeroed
 
 
+def is_added_to(grad: torch.Tensor | None) -> bool:
+    """Whether the next backward adds to ``grad``."""
+    return grad is not None and not getattr(grad, "_layerzero_zeroed", False)
+
+
 _REFUSED_WHILE_PENDING = (
     "the gradient of parameter {fqn!r} is not synchronised yet: the last backward ran inside no_sync(). Run the last "
     "micro-batch's backward outside no_sync() before the optimizer step, clipping or reading gradients."
