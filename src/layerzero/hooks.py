@@ -146,6 +146,8 @@ def _without_parameters(output: Any, gathered: set[int]) -> Any:
     """``output`` with copies of tensors that lie in these storages of parameters: their bytes are about to go."""
 
     def is_parameter(tensor: torch.Tensor) -> bool:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.func; it has no storage to ask for
+            return False
         return tensor.layout is torch.strided and local_of(tensor).untyped_storage()._cdata in gathered
 
     if not any(is_parameter(t) for t in find_tensors(output)):
