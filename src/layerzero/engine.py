@@ -14,6 +14,9 @@ cases need more:
   gradient is final once it fired as often as in the last backward with the same forwards; before one is
   known, as often as there were forwards without grad that may be recomputed, and forwards with grad.
 
+The weights stay until another unit is needed, for they may have been used through ``.detach()`` too: autograd runs a
+parameter's accumulation at once, but what is left of the unit's nodes before those of units that ran earlier.
+
 Whatever is not over by then is over at the end of the backward, which autograd announces by a callback.
 """
 
@@ -105,6 +108,7 @@ class Engine:
     _lost_synced: bool = True  # only in synchronised ones, which leave earlier synchronised gradients as they are
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
     _num_passes: int = 0
+    _over: list[Unit] = field(default_factory=list)  # all their gradients are there
     _in_backward: bool = False
     _graph_task: int = -1
 
@@ -183,6 +187,8 @@ class Engine:
         """``unit``'s parameters are needed from here on."""
         if unit.forward_depth == 0:
             try:
+                if in_backward:
+                    self._end_over(unit)
                 self.schedule.demand(unit, in_backward)
             except BaseException:
                 self._release(unit)
@@ -291,6 +297,7 @@ class Engine:
         over = unit.num_trainable > 0 and not unit.track_inputs and unit.all_arrived_in(use.task)
         if over or unit.reduced or use in unit.active:
             return
+        self._end_over(unit)
         self.schedule.prefetch_after_backward()  # before this unit's backward counts as begun
         unit.active.add(use)
         unit.begun.add(use)
@@ -334,6 +341,13 @@ class Engine:
             # A checkpoint inside the unit's forward gives gradients in a task nested in the one of the unit's use.
             unit.active = {use for use in unit.active if use.tracked or not (final or use.task == task)}
             if not unit.active and not unit.forward_depth and (final or not unit.stays_after(None)):
+                self._over.append(unit)
+
+    def _end_over(self, now: Unit) -> None:
+        """Units whose gradients were all there before ``now`` is needed; see [Note: when a unit's backward is over]."""
+        over, self._over = self._over, []
+        for unit in over:
+            if unit is not now and not unit.active and not unit.forward_depth:
                 self.schedule.backward_over(unit)
 
     def _gradients_final(self, unit: Unit) -> None:
@@ -370,6 +384,7 @@ class Engine:
 
     def _clear_backward_state(self) -> None:
         self._in_backward = False
+        self._over.clear()
         for unit in self.units:
             unit.active.clear()
             unit.pending -= unit.begun

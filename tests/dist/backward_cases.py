@@ -530,3 +530,31 @@ class InPlaceNet(Net):
 def in_place(strategy: str, lane: str) -> None:
     """An input that a unit modified in place is an output of it."""
     twins_of(strategy, lane, InPlaceNet, units=[InPlace]).train(lambda net, rank: loss_of(net, rank, 0).backward())
+
+
+class Detached(nn.Module):
+    """Its first operation needs a weight in backward that has its gradient by then."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim) / dim**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ self.weight.detach()) @ self.weight)
+
+
+class DetachedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Detached(7) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def detached_weight(strategy: str, lane: str) -> None:
+    twins = twins_of(strategy, lane, DetachedNet, units=[Detached])
+    twins.train(lambda net, rank: loss_of(net, rank, 0).backward())

@@ -17,7 +17,7 @@ CASES = [
     cases.used_twice, cases.evaluation_between, cases.raises_midway, cases.two_losses, cases.unsynced_first,
     cases.zeroing, cases.zeroing_one_unit, cases.rank_dependent_parts, cases.ignored_outputs, cases.changing_order,
     cases.backward_inside_forward, cases.in_place, cases.unused_on_one_rank,
-    cases.unused_on_one_rank_in_changing_order,
+    cases.unused_on_one_rank_in_changing_order, cases.detached_weight,
 ]  # fmt: skip
 ACCUMULATING = [cases.interleaved, cases.two_losses, cases.zeroing, cases.rank_dependent_parts]
 RUNS = [("layerzero", 4, "late", case) for case in CASES]
