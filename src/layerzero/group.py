@@ -207,7 +207,7 @@ class ParamGroup:
         return self._source._version != self._version
 
     def check_storage(self) -> None:
-        """Raise if a parameter no longer lies in the flat buffer."""
+        """Raise if a parameter no longer lies in the flat buffer, or modules have another one at rest."""
         storage = self._source.untyped_storage().data_ptr()
         for param, (*_, offset) in zip(self.params, self._places, strict=True):
             p = param.sharded  # ranks that hold nothing of it notice too, so that all raise together
@@ -216,6 +216,12 @@ class ParamGroup:
                     f"parameter {param.info.fqn!r} was moved out of the engine's buffer (`p.data = ...`, "
                     f"module.to(...) or similar): its new values would be ignored. Write into it instead "
                     f"(`p.copy_(...)` under torch.no_grad), and choose device and dtype before sharding."
+                )
+            if any(slots.get(name) is not p for slots, name in param.slots):
+                raise ShardingError(
+                    f"parameter {param.info.fqn!r} was replaced after lz.shard (`module.name = nn.Parameter(...)`, "
+                    f"torch.func.functional_call or similar): the new one would be ignored. Write into the old one "
+                    f"instead (`p.copy_(...)` under torch.no_grad, or inside `with model.unsharded():` in full shape)."
                 )
 
     def mark_refreshed(self) -> None:
@@ -255,6 +261,11 @@ class ParamGroup:
             poison(self.model)
 
     # ------------------------------------------------------------------ reduce: unsharded grads -> main_grad
+
+    def reduces_at_once(self, sync: bool, timeout: float) -> bool:
+        """Whether `reduce` waits at most ``timeout`` seconds for earlier reductions, which peers have to join."""
+        adds_only = self.own_grads is not None or (self.whole_grads is not None and not sync)
+        return adds_only or not self.layout.axes.sizes or self._rt.pack_buffers.is_free(timeout)
 
     def reduce(self, sync: bool) -> Event:
         """Pack the gradients and start their reduction; accumulate only unless ``sync``."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -102,6 +103,7 @@ class ModuleHook:
             frame.uses[i] = use = engine.begin_use(unit, in_backward)
             if use is not None and unit.track_inputs:
                 args, kwargs = _watch_inputs(engine, use, args, kwargs)
+        frame.first_node = torch.autograd._get_sequence_nr()
         return args, kwargs
 
     def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -120,7 +122,7 @@ class ModuleHook:
             if self._is_boundary:
                 output = engine.casts.cast_outputs(output)
             if torch.is_grad_enabled():
-                grad_tensors = require_grad_tensors(output, (args, kwargs))
+                grad_tensors = require_grad_tensors(output, (args, kwargs), frame.first_node)
         finally:
             for unit, use in zip(self.units, frame.uses, strict=False):  # a failed `_enter` has entered fewer
                 engine.post_forward(unit, use, grad_tensors)
@@ -148,6 +150,8 @@ def _without_parameters(output: Any, gathered: set[int]) -> Any:
     """``output`` with copies of tensors that lie in these storages of parameters: their bytes are about to go."""
 
     def is_parameter(tensor: torch.Tensor) -> bool:
+        if is_functorch_wrapped_tensor(tensor):  # inside torch.func; it has no storage to ask for
+            return False
         return tensor.layout is torch.strided and local_of(tensor).untyped_storage()._cdata in gathered
 
     if not any(is_parameter(t) for t in find_tensors(output)):

@@ -104,6 +104,22 @@ def replaced_storage(strategy: str, lane: str) -> None:
             loss_of(model, dist.get_rank(), 1)
 
 
+def replaced_parameter(strategy: str, lane: str) -> None:
+    """A module's new parameter, for good or within `functional_call`, is refused; the old one put back trains on."""
+    twins = Twins(Net, strategy, lane, units=[Layer])
+    model: Any = twins.model
+    loss_of(model, dist.get_rank(), 0).backward()
+    model.zero_grad()
+    old, model.out.bias = model.out.bias, nn.Parameter(torch.zeros(3))
+    with pytest.raises(lz.ShardingError, match=r"'out.bias' was replaced after lz.shard.*unsharded"):
+        loss_of(model, dist.get_rank(), 1)
+    model.out.bias = old
+    other = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    with pytest.raises(lz.ShardingError, match=r"was replaced after lz.shard.*functional_call"):
+        torch.func.functional_call(model, other, (torch.zeros(4, 5),))
+    _still_trains(twins)
+
+
 def optimizers(strategy: str, lane: str) -> None:
     """Optimizers built too early or not elementwise are refused at their first step, before they change anything."""
     plain = Net()
