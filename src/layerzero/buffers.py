@@ -121,6 +121,11 @@ class PackBuffers:
         self._busy: list[Event | None] = [None] * count
         self._next = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(flat.numel() for flat in self._flats if flat is not None)
+
     def is_free(self, timeout: float) -> bool:
         """Whether `take` would not wait, or stop waiting within ``timeout`` seconds."""
         busy = self._busy[self._next]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layerzero.buffers import Gather, HandOvers, PackBuffers, Staged, TransientBuffer, held_view, poison, views
-from layerzero.collectives import AxisComm
+from layerzero.collectives import AxisComm, Scratch
 from layerzero.errors import ShardingError
 from layerzero.lanes import DONE, Event, Lanes
 from layerzero.layout import GroupLayout, Range, TensorParallel
@@ -199,6 +199,12 @@ class ParamGroup:
             param.info = replace(param.info, global_range=held)
             param.sharded._layerzero_info = param.info  # type: ignore[attr-defined]
             self._places.append((view.shape, view.stride(), offset))
+
+    def shared_buffers(self) -> Iterator[PackBuffers | Scratch]:
+        """Memory that stays from step to step and that other groups use too."""
+        yield self._rt.pack_buffers
+        for lane in (self.comms.unshard, self.comms.refresh, self.comms.reduce, self.comms.sync):
+            yield from (comm.scratch for comm in lane.values())
 
     # ------------------------------------------------------------------ refresh: main -> model
 
