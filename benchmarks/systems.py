@@ -126,11 +126,13 @@ class FSDP2(System):
             replicas, "sync" any reduction (kept unsharded), or nothing.
         prefetch: units gathered ahead, explicitly.
         keep: parameters stay unsharded until the last micro-batch's backward.
+        asynchronous: gathers ahead don't block the calling thread; on CPUs they do otherwise. Not a public option.
     """
 
     def __init__(
         self, workload: Workload, place: Place, mesh: tuple[int, ...],
         reshard_after_forward: bool | int = True, hold_back: str = "", prefetch: int = 1, keep: bool = False,
+        asynchronous: bool = False,
     ) -> None:  # fmt: skip
         names = ("replicate", "shard")[-len(mesh) :]
         options = {
@@ -147,6 +149,7 @@ class FSDP2(System):
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+        self.model._set_unshard_async_op(asynchronous)
         self.optimizer = workload.optimizer(self.model.parameters())
 
     def step(self, batches: list[torch.Tensor]) -> None:
@@ -278,6 +281,9 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "hsdp-allreduce-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="all_reduce"),
     "hsdp-sync-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync"),
     "hsdp-keep": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync", keep=True),
+    "hsdp-keep-async": lambda w, p: FSDP2(
+        w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync", keep=True, asynchronous=True
+    ),
     "ddp-zero1": DDPZero1,
     "deepspeed": _deepspeed(),
     "deepspeed-hpz": _deepspeed(hpz=True),

@@ -14,10 +14,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from layerzero.engine import Engine, Frame
+from layerzero.engine import Engine
 from layerzero.errors import ShardingError
 from layerzero.group import Param
 from layerzero.precision import find_tensors, map_tensors, require_grad_tensors
+from layerzero.running import Frame
 from layerzero.tensor_parallel import local_of
 from layerzero.unit import Unit, Use
 
@@ -33,6 +34,7 @@ class ModuleHook:
 
     def __init__(self, engine: Engine, module: nn.Module, units: tuple[Unit, ...]) -> None:
         self.engine = engine
+        self._running = engine.running
         self.units = units
         self.module = weakref.ref(module)
         self._gathered = {
@@ -57,7 +59,7 @@ class ModuleHook:
 
     def pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook."""
-        if self.engine.outside:
+        if self._running.outside:
             self.engine.forget_interrupted()
         has_post = self._post_id in module._forward_hooks
         if self._is_inside():
@@ -72,7 +74,7 @@ class ModuleHook:
 
     def _is_inside(self) -> bool:
         """Whether a forward around this one has what it needs."""
-        if not self.engine.forward_depth:
+        if not self._running.depth:
             return False
         for unit in self.units:  # noqa: SIM110 - runs at every call of a module; a generator takes longer
             if not unit.forward_depth:
@@ -85,7 +87,7 @@ class ModuleHook:
         """Whatever raises here, `_leave` undoes what was done before."""
         engine = self.engine
         in_backward = engine.in_backward()
-        outermost = engine.forward_depth == 0
+        outermost = self._running.depth == 0
         if not in_backward:
             self._is_boundary = outermost
             if outermost:
@@ -93,7 +95,7 @@ class ModuleHook:
                     _refuse_surrounding_ddp(engine)
                 engine.begin_pass(of_root=self.units[0].is_root)
         frame.starts_pass = outermost and not in_backward
-        engine.enter(frame)
+        self._running.enter(frame)
         for unit in self.units:
             engine.pre_forward(unit, in_backward)
             frame.uses.append(None)
@@ -113,7 +115,7 @@ class ModuleHook:
 
     def _leave(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         engine = self.engine
-        if not engine.leave(frame):
+        if not self._running.leave(frame):
             return None
         grad_tensors: list[torch.Tensor] = []
         try:
@@ -132,7 +134,7 @@ class ModuleHook:
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``fn`` as if it were the module's forward."""
-        if self.engine.outside:
+        if self._running.outside:
             self.engine.forget_interrupted()
         if self._is_inside():
             return fn(*args, **kwargs)

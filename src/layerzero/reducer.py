@@ -30,7 +30,8 @@ class Reducer:
     are there, and until then needs the others to gather units with it. So nothing in a backward may wait for a
     reduction to end, which needs all ranks. To bound the gradients in flight a reduction that finds no free staging
     buffer does wait, but for so long only: then it, and those after it, are put off, to the end of the backward if
-    need be. Later backwards wait a tenth as long.
+    need be. The next backward waits a tenth as long, and each that need not put anything off a little longer again.
+    Where lanes are streams the device waits instead, and it waits for ever.
 
     The order is reverse registration order in the first backward, then the order in which units became
     ready on data-parallel rank 0, sent to all once. A unit that is ready early waits its turn, and at the
@@ -170,6 +171,8 @@ class Reducer:
         self._ready.clear()
         self._queue.clear()
         self._next = 0
+        if self._waits:
+            self._patience = min(PATIENCE, self._patience * 1.1)
         self._waits = True
         for unit in self._order:
             unit.grads_ready = unit.reduced = False

@@ -110,6 +110,11 @@ class Unit:
         self._phase = new
 
     @property
+    def in_use(self) -> bool:
+        """Whether a forward or a backward that is under way needs the parameters."""
+        return self.forward_depth > 0 or bool(self.active)
+
+    @property
     def is_reentrant(self) -> bool:
         """Whether nested backwards may give gradients too."""
         return self.fired_nested or self.num_no_grad_forwards > 0

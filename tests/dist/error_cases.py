@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import layerzero as lz
+from layerzero.lanes import adversarial
 from tests.dist.twins import MAIN, Layer, Net, Twins, loss_of
 
 
@@ -68,6 +70,31 @@ def surrounding_ddp(strategy: str, lane: str) -> None:
     wrapped = DDP(nn.Sequential(even))
     with pytest.raises(lz.ShardingError, match=r"is around a Sequential.*build the model anew.*lz\.shard replaces"):
         wrapped(torch.ones(1, 64))
+
+
+def late_parameters(strategy: str, lane: str) -> None:
+    """Trainable parameters that come after lz.shard are refused; frozen ones, and those of ignored modules, are not."""
+    torch.manual_seed(0)
+    net: Any = Net()
+    net.extra = nn.Linear(2, 2).requires_grad_(False)
+    with adversarial(lane) if lane != "threads" else contextlib.nullcontext():
+        lz.shard(net, units=[Layer], sharding=strategy, zero3_size=2, ignored_modules=["extra"])
+    loss_of(net, dist.get_rank(), 0).backward()
+    net.layers[1].adapter = nn.Linear(7, 7).requires_grad_(False)
+    net.extra.adapter = nn.Linear(2, 2)
+    loss_of(net, dist.get_rank(), 1).backward()
+    added: list[tuple[str, Any]] = [
+        (r"after lz\.shard: layers\.0\.scale \(1 in all\).*before lz\.shard", (net.layers[0], "scale", nn.Parameter(torch.ones(3)))),
+        (r"after lz\.shard: head\.weight, head\.bias \(2 in all\)", (net, "head", nn.Linear(3, 3))),
+    ]
+    for pattern, (owner, name, value) in added:
+        setattr(owner, name, value)
+        with pytest.raises(lz.ShardingError, match=pattern):
+            loss_of(net, dist.get_rank(), 2)
+        with torch.no_grad():
+            loss_of(net, dist.get_rank(), 2)
+        delattr(owner, name)
+    loss_of(net, dist.get_rank(), 3).backward()
 
 
 def gradients_of_gradients(strategy: str, lane: str) -> None:

@@ -196,7 +196,7 @@ def goes_on(disturbance: str, strategy: str, when: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    assert engine_of(model).forward_depth == 0
+    assert engine_of(model).running.depth == 0
     assert all(u.forward_depth == u.held == 0 for u in engine_of(model).units)
     assert losses[:5] == pytest.approx(losses[5:], rel=1e-5), (losses[:5], losses[5:])
 

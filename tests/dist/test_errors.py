@@ -14,8 +14,8 @@ from tests.dist.pool import CaseError, Pool
 pytestmark = pytest.mark.dist
 
 CASES = [
-    cases.misuse, cases.surrounding_ddp, cases.gradients_of_gradients, cases.replaced_storage, cases.replaced_parameter,
-    cases.optimizers, cases.disagreement,
+    cases.misuse, cases.late_parameters, cases.surrounding_ddp, cases.gradients_of_gradients, cases.replaced_storage,
+    cases.replaced_parameter, cases.optimizers, cases.disagreement,
 ]  # fmt: skip
 
 
