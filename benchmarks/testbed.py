@@ -173,12 +173,13 @@ def formula_nbytes(workload: Workload, shape: Shape) -> int:
 def request_seconds(workload: Workload, plan: Plan, rate: str | None) -> float:
     """Seconds after which a request counts as hung: three minutes, and what its steps take at worst.
 
-    That is a rank at a billion floating-point operations a second, and a link that gets all parameters twice and all
-    gradients once, in fp32, in every micro-batch, at a quarter of its rate.
+    That is a rank at a billion floating-point operations a second, and a link at a quarter of its rate that gets all
+    parameters twice and all gradients once in every micro-batch.
     """
     micro_batches = max(plan.warm_up, 2 * max(plan.micro_batches))  # in the longest request
     compute = 6 * _numel(workload) * workload.batch * workload.sequence / 1e9
-    link = 4 * 3 * 4 * 8 * _numel(workload) / bits_per_second(rate) if rate else 0
+    nbytes = 3 * _numel(workload) * workload.torch_dtype.itemsize
+    link = 4 * 8 * nbytes / bits_per_second(rate) if rate else 0
     return 180 + micro_batches * (compute + link)
 
 

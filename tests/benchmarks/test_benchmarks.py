@@ -139,7 +139,7 @@ class TestTestbed:
             assert not list(Path(scratch).glob("layerzero-*")) and not list(Path(scratch).glob("torchelastic_*"))
         systems = json.loads(output.read_text())["systems"]
         assert systems["hsdp-sync-last"]["errors"] and systems["hsdp-sync-last"]["num_rounds"] < 60
-        assert systems["layerzero-lean"]["num_rounds"] == 60 and not systems["layerzero-lean"]["errors"]
+        assert systems["compute"]["num_rounds"] == 60 and not systems["compute"]["errors"]
 
 
 def read(path: Path) -> str:
