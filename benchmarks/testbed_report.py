@@ -112,7 +112,7 @@ def table(groups: Sequence[Group], micro_batches: Sequence[int]) -> Table:
     out = Table(
         "system", header_style="bold",
         caption="Medians over rounds. LayerZeRO took turns with each group of the others, so its row is of all their "
-        f"rounds; a ratio is of a system's own. Peak: in steps of {most} micro-batches.",
+        f"rounds; a ratio is of a system's own. Peak: at {most} mb only.",
     )  # fmt: skip
     out.add_column("rounds", justify="right")
     for m in micro_batches:
