@@ -50,10 +50,12 @@ class StateNbytes:
     Attributes:
         params: main parameters and every other lasting copy of parameters.
         optimizer: the optimizer's states.
+        buffers: of gradients and communication, as far as they stay from step to step; DeepSpeed's are not counted.
     """
 
     params: int
     optimizer: int
+    buffers: int = 0
 
 
 class System(ABC):
@@ -111,7 +113,7 @@ class LayerZeRO(System):
     def state(self) -> StateNbytes:
         groups = [g for u in engine_of(self.model).units for g in u.groups]
         held = [t for g in groups for t in (g.main, g.model)]
-        return StateNbytes(storage_nbytes(held), optimizer_nbytes(self.optimizer))
+        return StateNbytes(storage_nbytes(held), optimizer_nbytes(self.optimizer), lz.memory_report(self.model).buffers)
 
 
 class FSDP2(System):
@@ -124,11 +126,13 @@ class FSDP2(System):
             replicas, "sync" any reduction (kept unsharded), or nothing.
         prefetch: units gathered ahead, explicitly.
         keep: parameters stay unsharded until the last micro-batch's backward.
+        asynchronous: gathers ahead don't block the calling thread; on CPUs they do otherwise. Not a public option.
     """
 
     def __init__(
         self, workload: Workload, place: Place, mesh: tuple[int, ...],
         reshard_after_forward: bool | int = True, hold_back: str = "", prefetch: int = 1, keep: bool = False,
+        asynchronous: bool = False,
     ) -> None:  # fmt: skip
         names = ("replicate", "shard")[-len(mesh) :]
         options = {
@@ -141,9 +145,11 @@ class FSDP2(System):
         for block in blocks:
             fully_shard(block, reshard_after_forward=False if keep else reshard_after_forward, **options)
         fully_shard(self.model, **options)
+        self.model.set_modules_to_forward_prefetch(blocks[:prefetch])
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+        self.model._set_unshard_async_op(asynchronous)
         self.optimizer = workload.optimizer(self.model.parameters())
 
     def step(self, batches: list[torch.Tensor]) -> None:
@@ -196,8 +202,8 @@ class DDPZero1(System):
         return torch.autocast(self.device.type, self.workload.torch_dtype, enabled=self.workload.dtype != "fp32")
 
     def state(self) -> StateNbytes:
-        # DDP's gradient buckets are as lasting as parameters; they are counted with gradients, that is, not at all.
-        return StateNbytes(storage_nbytes(self.model.parameters()), optimizer_nbytes(self.optimizer.optim))
+        buckets = storage_nbytes(p.grad for p in self.model.parameters())  # gradients are views of them
+        return StateNbytes(storage_nbytes(self.model.parameters()), optimizer_nbytes(self.optimizer.optim), buckets)
 
 
 class ComputeAlone(System):
@@ -270,10 +276,14 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "layerzero-lean": LayerZeRO,
     "zero1": lambda w, p: LayerZeRO(w, p, sharding="zero1"),
     "fsdp2": lambda w, p: FSDP2(w, p, (p.world_size,)),
+    "fsdp2-keep": lambda w, p: FSDP2(w, p, (p.world_size,), hold_back="sync", keep=True),
     "fsdp2-node": lambda w, p: FSDP2(w, p, (p.world_size,), reshard_after_forward=p.ranks_per_node),
     "hsdp-allreduce-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="all_reduce"),
     "hsdp-sync-last": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync"),
     "hsdp-keep": lambda w, p: FSDP2(w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync", keep=True),
+    "hsdp-keep-async": lambda w, p: FSDP2(
+        w, p, (p.num_nodes, p.ranks_per_node), hold_back="sync", keep=True, asynchronous=True
+    ),
     "ddp-zero1": DDPZero1,
     "deepspeed": _deepspeed(),
     "deepspeed-hpz": _deepspeed(hpz=True),

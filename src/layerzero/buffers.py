@@ -121,6 +121,16 @@ class PackBuffers:
         self._busy: list[Event | None] = [None] * count
         self._next = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(flat.numel() for flat in self._flats if flat is not None)
+
+    def is_free(self, timeout: float) -> bool:
+        """Whether `take` would not wait, or stop waiting within ``timeout`` seconds."""
+        busy = self._busy[self._next]
+        return busy is None or busy.is_done(timeout)
+
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
         """A slot number and a 1-D buffer of ``numel`` elements that nothing reads any more.
 

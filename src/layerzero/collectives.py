@@ -121,6 +121,11 @@ class Scratch:
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._taken: dict[tuple[int, int, torch.dtype], _Rows] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._flat.numel()
+
     def take(self, num_rows: int, numel: int, dtype: torch.dtype) -> _Rows:
         """Uninitialised until the next call."""
         known = self._taken.get((num_rows, numel, dtype))

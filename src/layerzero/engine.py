@@ -14,52 +14,36 @@ cases need more:
   gradient is final once it fired as often as in the last backward with the same forwards; before one is
   known, as often as there were forwards without grad that may be recomputed, and forwards with grad.
 
+The weights stay until another unit is needed, for they may have been used through ``.detach()`` too: autograd runs a
+parameter's accumulation at once, but what is left of the unit's nodes before those of units that ran earlier.
+
 Whatever is not over by then is over at the end of the backward, which autograd announces by a callback.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
 
+from layerzero.additions import Additions
 from layerzero.collectives import Control, Traffic
 from layerzero.config import LayerZeROConfig
 from layerzero.errors import ShardingError
-from layerzero.grads import GradSource, is_pending
+from layerzero.grads import GradSource, is_added_to, is_pending
 from layerzero.lanes import Lanes
 from layerzero.layout import GroupLayout
 from layerzero.precision import Casts
 from layerzero.reducer import Reducer
 from layerzero.refresh import Refresher
+from layerzero.running import Running
 from layerzero.schedule import Schedule
 from layerzero.sharding import Axes
 from layerzero.tensor_parallel import TensorRanks
 from layerzero.unit import Unit, Use
-
-
-class Frame:
-    """One forward that asked for parameters.
-
-    Attributes:
-        caller: the Python frame that calls a module which is no unit, from outside its unit's forward. What a
-            KeyboardInterrupt unwinds runs no forward hooks; a unit's ``__call__`` notices, other modules have none.
-        entered: whether the engine counts it; no longer after an interrupt.
-        starts_pass: nothing was entered around it.
-        uses: an entry for each unit that was entered so far.
-    """
-
-    __slots__ = ("caller", "entered", "starts_pass", "thread", "uses")
-
-    def __init__(self, caller: FrameType | None = None) -> None:
-        self.caller = caller
-        self.thread = threading.get_ident() if caller is not None else 0
-        self.entered = self.starts_pass = False
-        self.uses: list[Use | None] = []
 
 
 @dataclass(eq=False)
@@ -73,6 +57,7 @@ class Engine:
         sync: whether the next backward reduces to the optimizer shards (false inside ``no_sync()``).
         hold: leave the reductions of a synchronised backward running; the reducer's `wait` and `attach` follow.
         probing: a backward now is one over inputs only, for the shapes of gradients: nothing is reduced.
+        running: forwards that are under way.
         model_fqn: from a name in this module to the one in the whole model, of which it may be a stage.
         resume_pending: whether the weights come from a checkpoint whose optimizer states were not asked for yet.
     """
@@ -89,18 +74,20 @@ class Engine:
     refresher: Refresher
     grad_source: GradSource
     casts: Casts
+    additions: Additions
     tensor: TensorRanks | None = None
     model_fqn: Callable[[str], str] = str
     sync: bool = True
     hold: bool = False
     probing: bool = False
-    forward_depth: int = 0
-    num_contexts: int = 0  # open `unsharded()` contexts, which count as forwards
-    frames: list[Frame] = field(default_factory=list)  # entered forwards
-    outside: list[Frame] = field(default_factory=list)  # those among them that have a caller
+    running: Running = field(default_factory=Running)
     resume_pending: bool = False
     _has_lost_grads: bool = False  # a backward failed after some of its gradients were added to earlier ones
+    _lost_synced: bool = True  # only in synchronised ones, which leave earlier synchronised gradients as they are
     _may_recompute: bool = False  # forwards without grad in this pass may be a reentrant checkpoint's
+    _has_grad: bool = True  # this pass
+    _num_passes: int = 0
+    _over: list[Unit] = field(default_factory=list)  # all their gradients are there
     _in_backward: bool = False
     _graph_task: int = -1
 
@@ -130,14 +117,17 @@ class Engine:
 
     def begin_pass(self, of_root: bool) -> None:
         """The outermost forward starts, outside a backward; ``of_root`` if it is the whole model's."""
-        grad_enabled = torch.is_grad_enabled()
+        self._has_grad = grad_enabled = torch.is_grad_enabled()
         self._may_recompute = grad_enabled or not of_root
+        self._num_passes += 1
+        if of_root and grad_enabled:
+            self.additions.refuse(p.sharded for u in self.units for p in u.params)
         self.schedule.begin_pass(grad_enabled)
         self.refresher.begin_pass(grad_enabled, not self.sync, reversed(self.reducer.order), self._drop)
 
     def end_pass(self) -> None:
         """The outermost forward is over."""
-        if not torch.is_grad_enabled():
+        if not self._has_grad:
             self.schedule.end_pass()
             self.refresher.wait()
             for unit in self.units:
@@ -145,39 +135,12 @@ class Engine:
                     self._release(unit)
         self.schedule.to_rest()
 
-    def enter(self, frame: Frame) -> None:
-        """A forward starts; `leave` ends it."""
-        self.forward_depth += 1
-        frame.entered = True
-        self.frames.append(frame)
-        if frame.caller is not None:
-            self.outside.append(frame)
-
-    def leave(self, frame: Frame) -> bool:
-        """A forward is over; whether it was still counted."""
-        if not frame.entered:
-            return False
-        frame.entered = False
-        self.forward_depth -= 1
-        self.frames.remove(frame)
-        if frame.caller is not None:
-            self.outside.remove(frame)
-        return True
-
-    def enter_context(self) -> None:
-        """An ``unsharded()`` context opens; `leave_context` ends it."""
-        self.forward_depth += 1
-        self.num_contexts += 1
-
-    def leave_context(self) -> None:
-        """An ``unsharded()`` context closes."""
-        self.forward_depth -= 1
-        self.num_contexts -= 1
-
     def pre_forward(self, unit: Unit, in_backward: bool) -> None:
         """``unit``'s parameters are needed from here on."""
         if unit.forward_depth == 0:
             try:
+                if in_backward:
+                    self._end_over(unit)
                 self.schedule.demand(unit, in_backward)
             except BaseException:
                 self._release(unit)
@@ -204,7 +167,7 @@ class Engine:
         """Called in a forward; None where no backward can follow."""
         if not torch.is_grad_enabled():
             return None
-        use = Use(unit, recomputed=in_backward)
+        use = Use(unit, in_backward, self._num_passes)
         if not in_backward:  # a recomputed forward stands for one that is counted
             unit.pending.add(use)
         return use
@@ -225,21 +188,22 @@ class Engine:
     def end_unsharded(self, unit: Unit) -> None:
         """One ``model.unsharded()`` over ``unit`` ended."""
         unit.held -= 1
-        if not unit.held:
-            with torch.no_grad():
-                unit.take_back()
-                for group in unit.groups:
-                    group.write_back()
-        unit.forward_depth -= 1
-        if not unit.forward_depth:
+        try:
+            if not unit.held:
+                with torch.no_grad():
+                    unit.take_back()
+                    for group in unit.groups:
+                        group.write_back()
+        finally:
+            unit.forward_depth -= 1
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if not unit.forward_depth and not unit.active:
+        if not unit.in_use:
             self.schedule.reshard(unit)
 
     def _drop(self, unit: Unit) -> None:
-        if not unit.forward_depth and not unit.active:
+        if not unit.in_use:
             self.schedule.drop(unit)
 
     # ------------------------------------------------------------------ backward
@@ -262,14 +226,15 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
     def _check_lost_grads(self) -> None:
-        pending = [p for u in self.units for p in u.params if is_pending(p.sharded.grad)]
+        lost = is_pending if self._lost_synced else is_added_to
+        pending = [p for u in self.units for p in u.params if lost(p.sharded.grad)]
         if pending:
             self._clear_unsharded_grads()
             raise ShardingError(
                 f"an earlier backward failed half-way, and the gradients of this step's micro-batches are incomplete "
                 f"since: {pending[0].info.fqn!r} and {len(pending) - 1} more. Call zero_grad() and start the step anew."
             )
-        self._has_lost_grads = False
+        self._has_lost_grads, self._lost_synced = False, True
 
     def pre_backward(self, use: Use) -> None:
         """A gradient arrived at an output of this use of the unit."""
@@ -284,6 +249,8 @@ class Engine:
         over = unit.num_trainable > 0 and not unit.track_inputs and unit.all_arrived_in(use.task)
         if over or unit.reduced or use in unit.active:
             return
+        self._end_over(unit)
+        self.schedule.prefetch_after_backward()  # before this unit's backward counts as begun
         unit.active.add(use)
         unit.begun.add(use)
         self.schedule.demand(unit, in_backward=True)
@@ -297,7 +264,7 @@ class Engine:
         unit.pending.discard(use)
         if unit.fires and not unit.pending and (not unit.is_reentrant or unit.all_arrived()):
             self._gradients_final(unit)
-        if not unit.active and not unit.forward_depth:
+        if not unit.in_use and not unit.stays_after(use):
             self.schedule.backward_over(unit)
 
     def grad_arrived(self, unit: Unit, param: torch.Tensor) -> None:
@@ -325,7 +292,14 @@ class Engine:
         if final or unit.all_arrived_in(task):
             # A checkpoint inside the unit's forward gives gradients in a task nested in the one of the unit's use.
             unit.active = {use for use in unit.active if use.tracked or not (final or use.task == task)}
-            if not unit.active and not unit.forward_depth:
+            if not unit.in_use and (final or not unit.stays_after(None)):
+                self._over.append(unit)
+
+    def _end_over(self, now: Unit) -> None:
+        """Units whose gradients were all there before ``now`` is needed; see [Note: when a unit's backward is over]."""
+        over, self._over = self._over, []
+        for unit in over:
+            if unit is not now and not unit.in_use:
                 self.schedule.backward_over(unit)
 
     def _gradients_final(self, unit: Unit) -> None:
@@ -344,11 +318,12 @@ class Engine:
                 if any(not unit.all_arrived_in(task) for task in unit.fires):
                     unit.track_inputs = True  # some went unused: watch the inputs from now on
                 unit.learn_fires()
-            self._clear_backward_state()
             try:
-                self.schedule.announce_end()
+                self.schedule.announce_end()  # while it is known which units' backwards began
+                self._clear_backward_state()
                 self.reducer.finish(self.hold)
             except BaseException:  # no room for a reduction, for example, or a hook of the user's
+                self._clear_backward_state()
                 self._forget_gradients()
                 raise
             finally:
@@ -365,6 +340,7 @@ class Engine:
 
     def _clear_backward_state(self) -> None:
         self._in_backward = False
+        self._over.clear()
         for unit in self.units:
             unit.active.clear()
             unit.pending -= unit.begun
@@ -375,25 +351,15 @@ class Engine:
 
     def abandon_forward(self) -> None:
         """An interrupt unwound all forwards: only ``unsharded()`` contexts still need parameters."""
-        for frame in self.frames:
-            frame.entered, frame.caller = False, None  # hooks may still hold it
-        self.frames.clear()
-        self.outside.clear()
-        self.forward_depth = self.num_contexts
+        self.running.abandon()
         for unit in self.units:
             unit.forward_depth = unit.held
             unit.pending.clear()
             self._drop(unit)
 
     def forget_interrupted(self) -> None:
-        """Notice calls in `outside` that an interrupt unwound: their Python frame is on no stack any more."""
-        here = threading.get_ident()
-        running: set[FrameType] = set()
-        python: FrameType | None = sys._getframe()
-        while python is not None:
-            running.add(python)
-            python = python.f_back
-        if any(frame.thread == here and frame.caller not in running for frame in self.outside):
+        """Call where `running` has calls from outside: some may have been unwound."""
+        if self.running.were_interrupted():
             self.abandon_forward()
 
     def _abandon_backward(self) -> None:
@@ -402,12 +368,13 @@ class Engine:
         self._forget_gradients()
         for unit in self.units:
             unit.pending.clear()
-            if not unit.forward_depth:
-                self.schedule.drop(unit)
+            self._drop(unit)
 
     def _forget_gradients(self) -> None:
         """Of a backward that failed."""
-        self._has_lost_grads |= self.reducer.abandon()
+        lost = self.reducer.abandon()
+        self._has_lost_grads |= lost
+        self._lost_synced &= self.reducer.sync or not lost
         self._clear_unsharded_grads()
 
     def _clear_unsharded_grads(self) -> None:

@@ -36,7 +36,7 @@ class GradSource:
         self._index = {id(p.sharded): i for i, p in enumerate(self._params)}
         self._controls = controls
         self.pipeline: Control | None = None  # over the pipeline's stages, of which this model is one
-        self._norms: dict[float, tuple[torch.Tensor, list[tuple[int, int]]]] = {}  # with the gradients' stamps
+        self._norms: dict[float, tuple[torch.Tensor, list[_Stamp]]] = {}
         self.weak = weakref.ref(self)  # what gradients hold
 
     def invalidate(self) -> None:
@@ -56,8 +56,8 @@ class GradSource:
         if not (shard.is_whole or shard is current):
             _refuse_whole_check(shard)
         known = self._norms.get(order)
-        if known is None or known[1][index] != _stamp(current):
-            stamps = [_stamp(p.sharded.grad) for p in self._params]
+        if known is None or not known[1][index].fits(current):
+            stamps = [_Stamp(p.sharded.grad) for p in self._params]
             self._norms[order] = known = (self.all_norms(order), stamps)
         return known[0][index]
 
@@ -108,6 +108,11 @@ def refuse_pending(grad: torch.Tensor | None) -> None:
 def is_pending(grad: torch.Tensor | None) -> bool:
     """Whether ``grad`` stands for gradients of earlier micro-batches, which were not zeroed."""
     return isinstance(grad, GradShard) and grad.pending and not grad._layerzero_zeroed
+
+
+def is_added_to(grad: torch.Tensor | None) -> bool:
+    """Whether the next backward adds to ``grad``."""
+    return grad is not None and not getattr(grad, "_layerzero_zeroed", False)
 
 
 _REFUSED_WHILE_PENDING = (
@@ -227,10 +232,21 @@ _WHOLE_VIEWS = {"detach", "__get__", "flatten", "ravel", "view", "reshape", "con
 """Functions whose result has the elements of the slice, unchanged; told by name, so that all ranks agree."""
 
 
-def _stamp(grad: torch.Tensor | None) -> tuple[int, int]:
-    """Changes when the gradient is replaced or written to."""
-    local = _plain(grad)
-    return (0, 0) if local is None else (id(local), local._version)
+class _Stamp:
+    """Tells whether a gradient was replaced or written to since; an id alone may be that of a later tensor."""
+
+    __slots__ = ("_local", "_version")
+
+    def __init__(self, grad: torch.Tensor | None) -> None:
+        local = _plain(grad)
+        self._local = None if local is None else weakref.ref(local)
+        self._version = 0 if local is None else local._version
+
+    def fits(self, grad: torch.Tensor | None) -> bool:
+        local = _plain(grad)
+        if self._local is None or local is None:
+            return self._local is local
+        return self._local() is local and self._version == local._version
 
 
 _HOLDERS = (GradShard, list, tuple)

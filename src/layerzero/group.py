@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layerzero.buffers import Gather, HandOvers, PackBuffers, Staged, TransientBuffer, held_view, poison, views
-from layerzero.collectives import AxisComm
+from layerzero.collectives import AxisComm, Scratch
 from layerzero.errors import ShardingError
 from layerzero.lanes import DONE, Event, Lanes
 from layerzero.layout import GroupLayout, Range, TensorParallel
@@ -200,6 +200,12 @@ class ParamGroup:
             param.sharded._layerzero_info = param.info  # type: ignore[attr-defined]
             self._places.append((view.shape, view.stride(), offset))
 
+    def shared_buffers(self) -> Iterator[PackBuffers | Scratch]:
+        """Memory that stays from step to step and that other groups use too."""
+        yield self._rt.pack_buffers
+        for lane in (self.comms.unshard, self.comms.refresh, self.comms.reduce, self.comms.sync):
+            yield from (comm.scratch for comm in lane.values())
+
     # ------------------------------------------------------------------ refresh: main -> model
 
     def changed_in_place(self) -> bool:
@@ -207,7 +213,7 @@ class ParamGroup:
         return self._source._version != self._version
 
     def check_storage(self) -> None:
-        """Raise if a parameter no longer lies in the flat buffer."""
+        """Raise if a parameter no longer lies in the flat buffer, or modules have another one at rest."""
         storage = self._source.untyped_storage().data_ptr()
         for param, (*_, offset) in zip(self.params, self._places, strict=True):
             p = param.sharded  # ranks that hold nothing of it notice too, so that all raise together
@@ -216,6 +222,12 @@ class ParamGroup:
                     f"parameter {param.info.fqn!r} was moved out of the engine's buffer (`p.data = ...`, "
                     f"module.to(...) or similar): its new values would be ignored. Write into it instead "
                     f"(`p.copy_(...)` under torch.no_grad), and choose device and dtype before sharding."
+                )
+            if any(slots.get(name) is not p for slots, name in param.slots):
+                raise ShardingError(
+                    f"parameter {param.info.fqn!r} was replaced after lz.shard (`module.name = nn.Parameter(...)`, "
+                    f"torch.func.functional_call or similar): the new one would be ignored. Write into the old one "
+                    f"instead (`p.copy_(...)` under torch.no_grad, or inside `with model.unsharded():` in full shape)."
                 )
 
     def mark_refreshed(self) -> None:
@@ -255,6 +267,11 @@ class ParamGroup:
             poison(self.model)
 
     # ------------------------------------------------------------------ reduce: unsharded grads -> main_grad
+
+    def reduces_at_once(self, sync: bool, timeout: float) -> bool:
+        """Whether `reduce` waits at most ``timeout`` seconds for earlier reductions, which peers have to join."""
+        adds_only = self.own_grads is not None or (self.whole_grads is not None and not sync)
+        return adds_only or not self.layout.axes.sizes or self._rt.pack_buffers.is_free(timeout)
 
     def reduce(self, sync: bool) -> Event:
         """Pack the gradients and start their reduction; accumulate only unless ``sync``."""

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from layerzero.engine import Engine, Frame
+from layerzero.engine import Engine
 from layerzero.errors import ShardingError
 from layerzero.group import Param
 from layerzero.precision import find_tensors, map_tensors, require_grad_tensors
+from layerzero.running import Frame
 from layerzero.tensor_parallel import local_of
 from layerzero.unit import Unit, Use
 
@@ -32,6 +34,7 @@ class ModuleHook:
 
     def __init__(self, engine: Engine, module: nn.Module, units: tuple[Unit, ...]) -> None:
         self.engine = engine
+        self._running = engine.running
         self.units = units
         self.module = weakref.ref(module)
         self._gathered = {
@@ -56,7 +59,7 @@ class ModuleHook:
 
     def pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook."""
-        if self.engine.outside:
+        if self._running.outside:
             self.engine.forget_interrupted()
         has_post = self._post_id in module._forward_hooks
         if self._is_inside():
@@ -71,7 +74,7 @@ class ModuleHook:
 
     def _is_inside(self) -> bool:
         """Whether a forward around this one has what it needs."""
-        if not self.engine.forward_depth:
+        if not self._running.depth:
             return False
         for unit in self.units:  # noqa: SIM110 - runs at every call of a module; a generator takes longer
             if not unit.forward_depth:
@@ -84,7 +87,7 @@ class ModuleHook:
         """Whatever raises here, `_leave` undoes what was done before."""
         engine = self.engine
         in_backward = engine.in_backward()
-        outermost = engine.forward_depth == 0
+        outermost = self._running.depth == 0
         if not in_backward:
             self._is_boundary = outermost
             if outermost:
@@ -92,7 +95,7 @@ class ModuleHook:
                     _refuse_surrounding_ddp(engine)
                 engine.begin_pass(of_root=self.units[0].is_root)
         frame.starts_pass = outermost and not in_backward
-        engine.enter(frame)
+        self._running.enter(frame)
         for unit in self.units:
             engine.pre_forward(unit, in_backward)
             frame.uses.append(None)
@@ -102,6 +105,7 @@ class ModuleHook:
             frame.uses[i] = use = engine.begin_use(unit, in_backward)
             if use is not None and unit.track_inputs:
                 args, kwargs = _watch_inputs(engine, use, args, kwargs)
+        frame.first_node = torch.autograd._get_sequence_nr()
         return args, kwargs
 
     def post(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -111,7 +115,7 @@ class ModuleHook:
 
     def _leave(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         engine = self.engine
-        if not engine.leave(frame):
+        if not self._running.leave(frame):
             return None
         grad_tensors: list[torch.Tensor] = []
         try:
@@ -120,7 +124,7 @@ class ModuleHook:
             if self._is_boundary:
                 output = engine.casts.cast_outputs(output)
             if torch.is_grad_enabled():
-                grad_tensors = require_grad_tensors(output, (args, kwargs))
+                grad_tensors = require_grad_tensors(output, (args, kwargs), frame.first_node)
         finally:
             for unit, use in zip(self.units, frame.uses, strict=False):  # a failed `_enter` has entered fewer
                 engine.post_forward(unit, use, grad_tensors)
@@ -130,7 +134,7 @@ class ModuleHook:
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``fn`` as if it were the module's forward."""
-        if self.engine.outside:
+        if self._running.outside:
             self.engine.forget_interrupted()
         if self._is_inside():
             return fn(*args, **kwargs)
@@ -148,6 +152,8 @@ def _without_parameters(output: Any, gathered: set[int]) -> Any:
     """``output`` with copies of tensors that lie in these storages of parameters: their bytes are about to go."""
 
     def is_parameter(tensor: torch.Tensor) -> bool:
+        if is_functorch_wrapped_tensor(tensor):  # inside torch.func; it has no storage to ask for
+            return False
         return tensor.layout is torch.strided and local_of(tensor).untyped_storage()._cdata in gathered
 
     if not any(is_parameter(t) for t in find_tensors(output)):

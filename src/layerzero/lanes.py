@@ -40,6 +40,10 @@ class Event(Protocol):
         """Order the caller's work after the closure; raise what it raised."""
         ...
 
+    def is_done(self, timeout: float) -> bool:
+        """Whether `wait` would not keep the caller waiting for other ranks, within ``timeout`` seconds."""
+        ...
+
 
 class Lane(Protocol):
     """Closures in order."""
@@ -52,6 +56,9 @@ class Lane(Protocol):
 class _Done:
     def wait(self) -> None:
         pass
+
+    def is_done(self, timeout: float) -> bool:
+        return True
 
 
 DONE: Event = _Done()
@@ -77,14 +84,20 @@ class _ThreadEvent:
         self._lock.release()
 
     def wait(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            started = time.perf_counter()
-            self._lock.acquire()
-            if self._clock is not None and not _is_lane.get():
-                self._clock.exposed += time.perf_counter() - started
-        self._lock.release()
+        self.is_done(timeout=-1)
         if self.error is not None:
             raise self.error
+
+    def is_done(self, timeout: float) -> bool:
+        done = self._lock.acquire(blocking=False)
+        if not done:
+            started = time.perf_counter()
+            done = self._lock.acquire(timeout=timeout)
+            if self._clock is not None and not _is_lane.get():
+                self._clock.exposed += time.perf_counter() - started
+        if done:
+            self._lock.release()
+        return done
 
 
 class ThreadLane:
@@ -159,6 +172,9 @@ class _StreamEvent:
     def wait(self) -> None:
         self._module.current_stream().wait_event(self._event)
 
+    def is_done(self, timeout: float) -> bool:
+        return True  # the device waits, not the caller
+
 
 class StreamLane:
     """One high-priority stream of an accelerator."""
@@ -196,6 +212,9 @@ class _LateEvent:
             self._lane.step()
         if self.error is not None:
             raise self.error
+
+    def is_done(self, timeout: float) -> bool:
+        return self.done
 
 
 class LateLane:

@@ -177,14 +177,14 @@ def _no_sync(engine: Engine) -> Iterator[None]:
 def _unsharded(module: nn.Module) -> Iterator[None]:
     engine = engine_of(module)
     units = list(dict.fromkeys(u for m in module.modules() if m in hooks_by_module for u in hooks_by_module[m].units))
-    if engine.outside:
+    if engine.running.outside:
         engine.forget_interrupted()
     with contextlib.ExitStack() as undo:
-        if engine.forward_depth == 0 and not engine.in_backward():
+        if engine.running.depth == 0 and not engine.in_backward():
             engine.begin_pass(of_root=False)
             undo.callback(engine.end_pass)
-        engine.enter_context()
-        undo.callback(engine.leave_context)
+        engine.running.enter_context()
+        undo.callback(engine.running.leave_context)
         for unit in units:
             engine.pre_forward(unit, in_backward=False)
             unit.held += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,9 +96,17 @@ def _parts(obj: Any) -> Iterator[Any]:
             yield getattr(obj, name, None)
 
 
-def require_grad_tensors(obj: Any, exclude: Any = ()) -> list[torch.Tensor]:
-    """Tensors of a structure that carry gradients and are not among ``exclude``'s."""
+def require_grad_tensors(obj: Any, exclude: Any = (), since: int = sys.maxsize) -> list[torch.Tensor]:
+    """Tensors of a structure that carry gradients and are not among ``exclude``'s.
+
+    Those that were modified in place (``x += ...``) are: their autograd node has a sequence number from ``since`` on.
+    """
     if isinstance(obj, torch.Tensor):  # the usual case, without the walk
         return [obj] if obj.requires_grad and obj is not exclude else []
     known = {id(t) for t in find_tensors(exclude)}
-    return [t for t in find_tensors(obj) if t.requires_grad and id(t) not in known]
+    return [t for t in find_tensors(obj) if t.requires_grad and (id(t) not in known or _made_since(t, since))]
+
+
+def _made_since(tensor: torch.Tensor, since: int) -> bool:
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= since

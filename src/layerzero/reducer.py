@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from layerzero.buffers import HandOvers
 from layerzero.collectives import Control, Traffic
 from layerzero.grads import GradSource, attach_grads, attach_pending, run_user_hooks
+from layerzero.group import ParamGroup
 from layerzero.lanes import Event
 from layerzero.profiling import span
 from layerzero.unit import Unit
@@ -16,9 +18,20 @@ from layerzero.unit import Unit
 _NUM_CHECKED_BACKWARDS = 2
 """Backwards in which gradients of plain parameters are compared over tensor-parallel ranks."""
 
+PATIENCE = 5.0
+"""Seconds; see [Note: late ranks]."""
+
 
 class Reducer:
     """Reduces units in a canonical order.
+
+    [Note: late ranks]
+    A rank on which parameters of a unit go unused may know only at the end of its backward that the unit's gradients
+    are there, and until then needs the others to gather units with it. So nothing in a backward may wait for a
+    reduction to end, which needs all ranks. To bound the gradients in flight a reduction that finds no free staging
+    buffer does wait, but for so long only: then it, and those after it, are put off, to the end of the backward if
+    need be. The next backward waits a tenth as long, and each that need not put anything off a little longer again.
+    Where lanes are streams the device waits instead, and it waits for ever.
 
     The order is reverse registration order in the first backward, then the order in which units became
     ready on data-parallel rank 0, sent to all once. A unit that is ready early waits its turn, and at the
@@ -47,6 +60,9 @@ class Reducer:
         self._source = source
         self._eager = eager
         self._ready: list[Unit] = []
+        self._queue: deque[ParamGroup] = deque()  # put off
+        self._patience = PATIENCE
+        self._waits = True  # in this backward
         self._next = 0
         self._events: list[Event] = []
         self._recorded = False
@@ -75,8 +91,20 @@ class Reducer:
             if self._num_checked < _NUM_CHECKED_BACKWARDS:
                 for group in unit.trainable_groups:
                     group.check_replicas()
-            with span("pack", unit.name):
-                self._events += [group.reduce(self.sync) for group in unit.trainable_groups]
+            self._queue.extend(unit.trainable_groups)
+        self._reduce_queued()
+
+    def _reduce_queued(self, at_end: bool = False) -> None:
+        while self._queue:
+            group = self._queue[0]
+            if not at_end and not group.reduces_at_once(self.sync, self._patience if self._waits else 0.0):
+                if self._waits:
+                    self._waits = False
+                    self._patience /= 10
+                return
+            self._queue.popleft()
+            with span("pack", group.params[0].info.unit):
+                self._events.append(group.reduce(self.sync))
 
     def finish(self, hold: bool) -> None:
         """End of a backward: reduce what is left, and set ``grad`` of the sharded parameters.
@@ -87,6 +115,7 @@ class Reducer:
         for unit in self._order[self._next :]:
             unit.grads_ready = True
         self.advance()
+        self._reduce_queued(at_end=True)
         self._traffic.num_backwards += 1
         self._num_checked += 1
         if not self._recorded:
@@ -140,7 +169,11 @@ class Reducer:
     def reset(self) -> None:
         """Get ready for the next backward."""
         self._ready.clear()
+        self._queue.clear()
         self._next = 0
+        if self._waits:
+            self._patience = min(PATIENCE, self._patience * 1.1)
+        self._waits = True
         for unit in self._order:
             unit.grads_ready = unit.reduced = False
 

@@ -11,6 +11,7 @@ from torch import nn
 from layerzero.collectives import CONTROL
 from layerzero.engine import Engine
 from layerzero.errors import ConfigError
+from layerzero.group import ParamGroup
 from layerzero.layout import GroupLayout, padding_ratio
 from layerzero.module import engine_of
 from layerzero.sharding import Axes, Sharding
@@ -30,6 +31,9 @@ class MemoryReport:
         main_grad: fp32 gradients from a synchronised backward to ``zero_grad``, with the flat buffers' padding, which
             one rank alone does without.
         grad_accum: fp32 gradients held between micro-batches, while accumulating; padding likewise.
+        buffers: memory beside the states that has stayed from step to step so far: gradients on their way out, what
+            lanes on the host receive in, and on CPUs the sums of whole gradients (``accumulate="full"``), in which
+            `grad_accum` then lies.
         unsharded: largest sum of gathered parameters alive at once, in bytes, root unit included.
         padding_ratio: padding over parameter elements.
         persistent: ``main + model + optimizer``.
@@ -40,6 +44,7 @@ class MemoryReport:
     optimizer: int
     main_grad: int
     grad_accum: int
+    buffers: int
     unsharded: int
     padding_ratio: float
 
@@ -56,6 +61,7 @@ class MemoryReport:
             ("persistent", self.persistent),
             ("gradients, until zero_grad", self.main_grad),
             ("gradients while accumulating", self.grad_accum),
+            ("buffers that stay", self.buffers),
             ("unsharded parameters, at most", self.unsharded),
         ]
         body = [(name, _mib(nbytes)) for name, nbytes in rows]
@@ -174,9 +180,15 @@ def memory_report(model: nn.Module) -> MemoryReport:
         optimizer=_NUM_ADAM_STATES * main,
         main_grad=main,
         grad_accum=accum,
+        buffers=_buffers_nbytes(groups),
         unsharded=_largest_unsharded(engine),
         padding_ratio=padding_ratio(engine.layouts),
     )
+
+
+def _buffers_nbytes(groups: Sequence[ParamGroup]) -> int:
+    shared = {id(buffer): buffer.nbytes for group in groups for buffer in group.shared_buffers()}
+    return sum(shared.values()) + sum(g.whole_grads.nbytes for g in groups if g.whole_grads is not None)
 
 
 def traffic_report(model: nn.Module, reset: bool = False) -> TrafficReport:

@@ -65,6 +65,7 @@ class Schedule:
         self._trace: dict[bool, list[Unit]] = {True: [], False: []}
         self._position = {True: 0, False: 0}
         self._last_demand: tuple[Unit, bool] | None = None
+        self._in_its_backward: Unit | None = None  # the next one is gathered when it is over
         self._num_allocated = 0
         self._allocated_lock = threading.Lock()  # the unshard lane and the compute thread count
 
@@ -85,6 +86,7 @@ class Schedule:
 
     def announce_end(self) -> None:
         """No more gathers in this backward; said before waiting for reductions that other ranks must join."""
+        self.prefetch_after_backward()
         if self._check.enabled:
             self._lanes.unshard.run(lambda: self._check.compare(END_OF_BACKWARD))
         self._check.backward_ended()
@@ -106,16 +108,20 @@ class Schedule:
         """From here on units are needed for a backward; ``last_use`` if it is the last before parameters change."""
         self._grad = True
         self._last_use = last_use
+        self._in_its_backward = None
 
     # ------------------------------------------------------------------ demand and release
 
     def demand(self, unit: Unit, in_backward: bool) -> None:
         """Unshard ``unit`` for compute that follows, and gather ahead."""
+        self.prefetch_after_backward()
         self._follow(unit, in_backward)
         if unit.phase in _AT_REST:
             self._gather(unit)
         if self._options.backward_prefetch_pre if in_backward else self._options.forward_prefetch:
             self.prefetch(unit)
+        elif in_backward:
+            self._in_its_backward = unit
         if unit.phase is Phase.GATHERING:
             with span("wait", unit.name):
                 unit.unshard_event.wait()
@@ -145,7 +151,12 @@ class Schedule:
     def backward_over(self, unit: Unit) -> None:
         """The unit's parameters are no longer needed by this backward."""
         self.reshard(unit)
-        if not self._options.backward_prefetch_pre:
+        self.prefetch_after_backward()
+
+    def prefetch_after_backward(self) -> None:
+        """Once per demand in a backward, before the next one: ranks know at different moments that it is over."""
+        unit, self._in_its_backward = self._in_its_backward, None
+        if unit is not None:
             self.prefetch(unit)
 
     def to_rest(self) -> None:
@@ -221,13 +232,18 @@ class Schedule:
         return self._records[self._grad][position : position + 2 * self._options.prefetch_depth + 4]
 
     def prefetch(self, current: Unit) -> None:
-        """Gather the units that the record names next, within the bound; free prefetches it does not name."""
+        """Gather the units that the record names next, within the bound; free prefetches it does not name.
+
+        Ranks must decide alike, and may differ in whether a unit whose backward began is done with; see
+        `Unit.stays_after`. Such units are neither counted nor gathered.
+        """
         if not self._gathers_any:
             return
         depth = self._options.prefetch_depth
         named: list[Unit] = []
         for unit in self._upcoming():
             skipped = unit is current or unit.is_root or unit.forward_depth or unit.phase is Phase.KEPT
+            skipped = skipped or (unit.begun and not unit.has_frozen)
             if not skipped and unit not in named:
                 named.append(unit)
         if self._options.limit:
@@ -236,7 +252,8 @@ class Schedule:
                 self.reshard(unit)
         missing = [u for u in named[:depth] if u.phase is Phase.SHARDED]
         if missing and self._options.limit:
-            counted = [u for u in self._live if u is not current and not u.is_root and not u.forward_depth]
+            others = [u for u in self._live if u is not current and not u.is_root and not u.forward_depth]
+            counted = [u for u in others if not u.begun or u in self._prefetched]
             del missing[max(0, depth - len(counted)) :]
         for unit in missing:
             self._gather(unit)

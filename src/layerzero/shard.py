@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from layerzero.additions import Additions
 from layerzero.agreement import check_ranks_agree, describe_config, describe_structure
 from layerzero.buffers import HandOvers, PackBuffers
 from layerzero.build import BuildOptions, build_unit
@@ -308,7 +309,8 @@ def _build(
     engine = Engine(
         units=units, config=config, axes=axes, rank=group.rank, lanes=lanes, control=control, traffic=traffic,
         schedule=schedule, reducer=Reducer(units, controls, traffic, source, hand_overs, eager),
-        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts, tensor=places.tensor,
+        refresher=Refresher(units, lanes, control), grad_source=source, casts=casts,
+        additions=Additions(module, plan.ignored), tensor=places.tensor,
         model_fqn=stage.in_model,
     )  # fmt: skip
     return engine, by_module

@@ -37,11 +37,12 @@ _LEGAL = {
 class Use:
     """One grad-enabled forward of a unit; lives as long as its autograd graph."""
 
-    __slots__ = ("__weakref__", "recomputed", "task", "tracked", "unit")
+    __slots__ = ("__weakref__", "of_pass", "recomputed", "task", "tracked", "unit")
 
-    def __init__(self, unit: Unit, recomputed: bool = False) -> None:
+    def __init__(self, unit: Unit, recomputed: bool = False, of_pass: int = -1) -> None:
         self.unit = unit
         self.recomputed = recomputed
+        self.of_pass = of_pass  # number of the outermost forward it belongs to
         self.task = -1  # autograd's id of the backward, possibly a nested one, that reached it
         self.tracked = False  # whether its inputs' gradients are watched
 
@@ -77,6 +78,7 @@ class Unit:
         self.unshard_event: Event = DONE
         self.refresh_event: Event = DONE
         self.last_use_event: Event = DONE  # of a kept unit: whoever frees it may be on another stream
+        self.has_frozen = any(not g.trainable for g in groups)  # or had: all ranks know
         self.num_trainable = sum(len(g.params) for g in self.trainable_groups)
         self.forward_depth = 0
         self.held = 0  # by `unsharded()`
@@ -89,7 +91,7 @@ class Unit:
         self.fired_nested = False
         self._known_fires: dict[tuple[int, bool], int] = {}
         self.num_no_grad_forwards = 0
-        self.track_inputs = any(not g.trainable for g in groups)
+        self.track_inputs = self.has_frozen
         self.grads_ready = False
         self.reduced = False
 
@@ -108,9 +110,26 @@ class Unit:
         self._phase = new
 
     @property
+    def in_use(self) -> bool:
+        """Whether a forward or a backward that is under way needs the parameters."""
+        return self.forward_depth > 0 or bool(self.active)
+
+    @property
     def is_reentrant(self) -> bool:
         """Whether nested backwards may give gradients too."""
         return self.fired_nested or self.num_no_grad_forwards > 0
+
+    def stays_after(self, use: Use | None) -> bool:
+        """Whether uses of the same pass keep the parameters in a backward that is done with ``use``.
+
+        When all gradients are there is known on this rank only, where some go unused on some ranks. Ranks that gave
+        the parameters back between two uses would gather alone, so none does, unless frozen parameters make all
+        ranks watch the inputs.
+        """
+        if self.has_frozen:
+            return False
+        again = use is not None and any(other.of_pass == use.of_pass for other in self.pending if other is not use)
+        return again or self.num_no_grad_forwards > 1
 
     def all_arrived_in(self, task: int) -> bool:
         """Whether the backward with this id gave every trainable parameter its gradient."""
@@ -130,7 +149,7 @@ class Unit:
 
     def learn_fires(self) -> None:
         """At the end of a backward: the same forwards will give as many gradients, if none went unused."""
-        if self.is_reentrant and all(self.all_arrived_in(task) for task in self.fires):
+        if self.is_reentrant and self.fires and all(self.all_arrived_in(task) for task in self.fires):
             self._known_fires[self._forwards()] = sum(self.fires.values())
 
     def register_unsharded(self) -> None:
@@ -156,7 +175,7 @@ class Unit:
             )
         param.unsharded.requires_grad_(wanted)
         self.num_trainable += 1 if wanted else -1
-        self.track_inputs = True
+        self.track_inputs = self.has_frozen = True
         self._known_fires.clear()
 
     def lend(self, copies: dict[Param, torch.Tensor]) -> None:

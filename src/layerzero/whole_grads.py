@@ -35,6 +35,11 @@ class WholeGrads:
     def __bool__(self) -> bool:
         return self._sums is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that stay from step to step."""
+        return 0 if self._kept is None else self._kept.wire.nbytes
+
     def add(self, grads: _Grads, zeroed: Iterable[int]) -> None:
         """Add the gradients of a micro-batch, after which others follow."""
         if self._sums is None:

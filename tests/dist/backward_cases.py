@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import layerzero as lz
+from layerzero import reducer
 from tests.dist.twins import Layer, Net, Twins, data, loss_of, no_sync
 
 
@@ -343,6 +345,59 @@ def rank_dependent_parts(strategy: str, lane: str) -> None:
     twins.check_params()
 
 
+class Experts(nn.Module):
+    """Runs the experts it is told."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(dim, dim)
+        self.experts = nn.ModuleList([nn.Linear(dim, dim) for _ in range(3)])
+        self.chosen = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.shared(x)
+        for i in self.chosen:
+            y = y + self.experts[i](x)
+        return torch.tanh(y)
+
+
+class ExpertsNet(BranchyNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Experts(7) for _ in range(4)])
+
+
+def _train_experts(strategy: str, lane: str, orders: list[list[int]], all_until: int, **options: Any) -> None:
+    with mock.patch.object(reducer, "PATIENCE", 0.1):
+        twins = twins_of(strategy, lane, ExpertsNet, units=[Experts], **options)
+    twins.optimize(sgd)
+    for step in range(all_until + 2 * len(orders)):
+
+        def script(net: Any, rank: int, step: int = step) -> None:
+            net.order = orders[step % len(orders)]
+            for layer in net.layers:
+                layer.chosen = [0, 1, 2] if step < all_until or rank % 2 == 0 else [0]
+            loss_of(net, rank, step).backward()
+
+        twins.each(script)
+        twins.check_grads()
+        twins.step()
+    twins.check_params()
+
+
+def unused_on_one_rank(strategy: str, lane: str) -> None:
+    """One rank learns only at the end of its backward that units have all their gradients; others need not wait."""
+    _train_experts(strategy, lane, [[0, 1, 2, 3]], all_until=0)
+    _train_experts(strategy, lane, [[0, 1, 2, 3]], all_until=3)
+
+
+def unused_on_one_rank_in_changing_order(strategy: str, lane: str) -> None:
+    """The same with units that run twice, or not as recorded: ranks have to gather alike."""
+    for prefetch in ("BACKWARD_PRE", "BACKWARD_POST"):
+        for orders in ([[0, 1, 0, 3]], [[0, 1, 2, 3], [0, 2, 1, 3], [0, 3, 0], [3, 1, 2, 1]]):
+            _train_experts(strategy, lane, orders, all_until=3, desync_check=True, backward_prefetch=prefetch)
+
+
 def ignored_outputs(strategy: str, lane: str) -> None:
     """A unit's forward runs on every rank, but its output is multiplied by zero, detached or dropped on some."""
     twins = twins_of(strategy, lane, BranchyNet, units=[Branchy])
@@ -446,3 +501,60 @@ def backward_inside_forward(strategy: str, lane: str) -> None:
         loss_of(net, rank, 1).backward()
 
     twins.train(script)
+
+
+class InPlace(nn.Module):
+    """Adds to its input, which it returns in a tuple, as layers of language models do."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x += self.down(torch.tanh(self.up(torch.tanh(x))))
+        return x, None
+
+
+class InPlaceNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([InPlace(7, 11) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.out(x)
+
+
+def in_place(strategy: str, lane: str) -> None:
+    """An input that a unit modified in place is an output of it."""
+    twins_of(strategy, lane, InPlaceNet, units=[InPlace]).train(lambda net, rank: loss_of(net, rank, 0).backward())
+
+
+class Detached(nn.Module):
+    """Its first operation needs a weight in backward that has its gradient by then."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim) / dim**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ self.weight.detach()) @ self.weight)
+
+
+class DetachedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Detached(7) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def detached_weight(strategy: str, lane: str) -> None:
+    twins = twins_of(strategy, lane, DetachedNet, units=[Detached])
+    twins.train(lambda net, rank: loss_of(net, rank, 0).backward())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import layerzero as lz
+from layerzero.lanes import adversarial
 from tests.dist.twins import MAIN, Layer, Net, Twins, loss_of
 
 
@@ -70,6 +72,31 @@ def surrounding_ddp(strategy: str, lane: str) -> None:
         wrapped(torch.ones(1, 64))
 
 
+def late_parameters(strategy: str, lane: str) -> None:
+    """Trainable parameters that come after lz.shard are refused; frozen ones, and those of ignored modules, are not."""
+    torch.manual_seed(0)
+    net: Any = Net()
+    net.extra = nn.Linear(2, 2).requires_grad_(False)
+    with adversarial(lane) if lane != "threads" else contextlib.nullcontext():
+        lz.shard(net, units=[Layer], sharding=strategy, zero3_size=2, ignored_modules=["extra"])
+    loss_of(net, dist.get_rank(), 0).backward()
+    net.layers[1].adapter = nn.Linear(7, 7).requires_grad_(False)
+    net.extra.adapter = nn.Linear(2, 2)
+    loss_of(net, dist.get_rank(), 1).backward()
+    added: list[tuple[str, Any]] = [
+        (r"after lz\.shard: layers\.0\.scale \(1 in all\).*before lz\.shard", (net.layers[0], "scale", nn.Parameter(torch.ones(3)))),
+        (r"after lz\.shard: head\.weight, head\.bias \(2 in all\)", (net, "head", nn.Linear(3, 3))),
+    ]
+    for pattern, (owner, name, value) in added:
+        setattr(owner, name, value)
+        with pytest.raises(lz.ShardingError, match=pattern):
+            loss_of(net, dist.get_rank(), 2)
+        with torch.no_grad():
+            loss_of(net, dist.get_rank(), 2)
+        delattr(owner, name)
+    loss_of(net, dist.get_rank(), 3).backward()
+
+
 def gradients_of_gradients(strategy: str, lane: str) -> None:
     """create_graph=True is refused, in backward and in grad; training goes on after."""
     twins = Twins(Net, strategy, lane, units=[Layer])
@@ -102,6 +129,22 @@ def replaced_storage(strategy: str, lane: str) -> None:
     with pytest.raises(lz.ShardingError, match=r"was moved out of the engine's buffer"):
         with torch.no_grad():
             loss_of(model, dist.get_rank(), 1)
+
+
+def replaced_parameter(strategy: str, lane: str) -> None:
+    """A module's new parameter, for good or within `functional_call`, is refused; the old one put back trains on."""
+    twins = Twins(Net, strategy, lane, units=[Layer])
+    model: Any = twins.model
+    loss_of(model, dist.get_rank(), 0).backward()
+    model.zero_grad()
+    old, model.out.bias = model.out.bias, nn.Parameter(torch.zeros(3))
+    with pytest.raises(lz.ShardingError, match=r"'out.bias' was replaced after lz.shard.*unsharded"):
+        loss_of(model, dist.get_rank(), 1)
+    model.out.bias = old
+    other = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    with pytest.raises(lz.ShardingError, match=r"was replaced after lz.shard.*functional_call"):
+        torch.func.functional_call(model, other, (torch.zeros(4, 5),))
+    _still_trains(twins)
 
 
 def optimizers(strategy: str, lane: str) -> None:

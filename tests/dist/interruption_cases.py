@@ -196,7 +196,7 @@ def goes_on(disturbance: str, strategy: str, when: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    assert engine_of(model).forward_depth == 0
+    assert engine_of(model).running.depth == 0
     assert all(u.forward_depth == u.held == 0 for u in engine_of(model).units)
     assert losses[:5] == pytest.approx(losses[5:], rel=1e-5), (losses[:5], losses[5:])
 
@@ -233,12 +233,12 @@ class Chain(nn.Sequential):
         return self[1](Fails.apply(self[0](x)))
 
 
-def failed_micro_batch(strategy: str, accumulate: str, fails_synced: bool) -> None:
+def failed_micro_batch(strategy: str, accumulate: str, synced: bool, fails_synced: bool) -> None:
     """Gradients that a failed backward made incomplete are refused until they are zeroed."""
     torch.manual_seed(0)
     model = lz.shard(Chain(nn.Linear(8, 8), nn.Linear(8, 8)), units=[nn.Linear], sharding=strategy, accumulate=accumulate,
                      zero3_size=1)  # fmt: skip
-    with model.no_sync():
+    with contextlib.nullcontext() if synced else model.no_sync():
         model(X).sum().backward()
     Fails.fail = True
     with pytest.raises(RuntimeError, match="meant to"), contextlib.nullcontext() if fails_synced else model.no_sync():

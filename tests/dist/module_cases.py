@@ -630,3 +630,10 @@ def integer_parameters(strategy: str, lane: str) -> None:
         twins = Twins(Coded, strategy, lane)
     twins.train(lambda net, rank: net(data(rank, 0, 4, 13)).pow(2).mean().backward(), steps=2, min_moved=1)
     assert lz.full_state_dict(twins.model)["codes"].tolist() == list(range(-6, 7))
+
+
+def vectorised(strategy: str, lane: str) -> None:
+    """torch.vmap over the model."""
+    twins = Twins(Net, strategy, lane, units=[Layer])
+    twins.each(lambda net, rank: torch.vmap(net)(data(rank, 0, 4, 5)))
+    twins.train(lambda net, rank: loss_of(net, rank, 0).backward())

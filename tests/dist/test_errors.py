@@ -13,7 +13,10 @@ from tests.dist.pool import CaseError, Pool
 
 pytestmark = pytest.mark.dist
 
-CASES = [cases.misuse, cases.surrounding_ddp, cases.gradients_of_gradients, cases.replaced_storage, cases.optimizers, cases.disagreement]
+CASES = [
+    cases.misuse, cases.late_parameters, cases.surrounding_ddp, cases.gradients_of_gradients, cases.replaced_storage,
+    cases.replaced_parameter, cases.optimizers, cases.disagreement,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "world", "lane"), [("layerzero", 4, "threads"), ("zero3", 2, "late")])

@@ -23,15 +23,18 @@ def test_training_goes_on(pool: Pool, disturbance: str, strategy: str, when: int
     pool.run(cases.goes_on, 2, disturbance=disturbance, strategy=strategy, when=when)
 
 
-@pytest.mark.parametrize("fails_synced", [True, False], ids=["synced", "no_sync"])
+@pytest.mark.parametrize(
+    ("synced", "fails_synced"), [(False, True), (False, False), (True, False)], ids=["synced", "no_sync", "later"]
+)
 @pytest.mark.parametrize(
     ("world", "strategy", "accumulate"),
     [(1, "layerzero", "shard"), (2, "layerzero", "shard"), (2, "layerzero", "full"), (2, "zero3", "shard")],
 )
 def test_incomplete_gradients_are_refused(
-    pool: Pool, world: int, strategy: str, accumulate: str, fails_synced: bool
+    pool: Pool, world: int, strategy: str, accumulate: str, synced: bool, fails_synced: bool
 ) -> None:
-    pool.run(cases.failed_micro_batch, world, strategy=strategy, accumulate=accumulate, fails_synced=fails_synced)
+    how = {"synced": synced, "fails_synced": fails_synced}
+    pool.run(cases.failed_micro_batch, world, strategy=strategy, accumulate=accumulate, **how)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -16,6 +16,7 @@ WAYS = [("layerzero", 4, "late"), ("zero3", 2, "threads"), ("zero1", 2, "threads
 CASES = [
     cases.outside_calls, cases.declared_method, cases.read_unsharded, cases.direct_reads, cases.lora,
     cases.edit_inside_forward, cases.penalty_beside_frozen, cases.freezing_later, cases.tied, cases.odd, cases.integer_parameters,
+    cases.vectorised,
 ]  # fmt: skip
 
 
