@@ -37,10 +37,12 @@ SYSTEMS = {
     "layerzero-lean": "as layerzero with neither: parameters are gathered in every forward and backward",
     "zero1": 'LayerZeRO with sharding="zero1"',
     "fsdp2": "fully_shard over all ranks",
+    "fsdp2-keep": "as fsdp2, parameters unsharded and gradients unreduced until the last micro-batch's backward",
     "fsdp2-node": "fully_shard over all ranks, reshard_after_forward=ranks of a node",
     "hsdp-allreduce-last": "fully_shard on a (nodes, ranks) mesh, all-reduce between nodes in the last micro-batch",
     "hsdp-sync-last": "fully_shard on a (nodes, ranks) mesh, gradients reduced in the last micro-batch only",
     "hsdp-keep": "as hsdp-sync-last, parameters unsharded until the last micro-batch's backward",
+    "hsdp-keep-async": "as hsdp-keep, gathers ahead don't block the calling thread (_set_unshard_async_op)",
     "ddp-zero1": "DistributedDataParallel with compressed gradients and ZeroRedundancyOptimizer",
     "deepspeed": "DeepSpeed ZeRO-3, overlap_comm, default bucket sizes",
     "deepspeed-hpz": "as deepspeed, zero_hpz_partition_size=ranks of a node",
@@ -57,7 +59,7 @@ class Plan:
     Attributes:
         micro_batches: numbers of micro-batches per step to measure at.
         alive: systems whose processes exist at once, LayerZeRO's included.
-        warm_up: steps before the first round.
+        warm_up: steps of one micro-batch before the first round; of other numbers there is one, and two for the memory.
     """
 
     rounds: int
@@ -132,6 +134,7 @@ def _prepare(job: Job, measured: Measured, plan: Plan) -> None:
     replies = job.ask("memory", micro_batches=max(plan.micro_batches))
     measured.params_nbytes = max(r["params"] for r in replies)
     measured.optimizer_nbytes = max(r["optimizer"] for r in replies)
+    measured.buffers_nbytes = max(r["buffers"] for r in replies)
     measured.peak_nbytes = max(r["peak"] for r in replies)
 
 

@@ -31,7 +31,8 @@ class Measured:
     Attributes:
         seconds: by number of micro-batches, of a step on the slowest rank.
         sent_nbytes: by number of micro-batches, bytes node 0 sent per step.
-        params_nbytes, optimizer_nbytes: held between steps, on the rank that holds most.
+        params_nbytes, optimizer_nbytes, buffers_nbytes: held between steps, on the rank that holds most; buffers of
+            gradients and communication, DeepSpeed's not counted.
         peak_nbytes: in steps of the largest number of micro-batches only: resident memory above that before
             construction, on the rank that needs most.
         report: LayerZeRO's own, of its traffic.
@@ -42,6 +43,7 @@ class Measured:
     sent_nbytes: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     params_nbytes: int = 0
     optimizer_nbytes: int = 0
+    buffers_nbytes: int = 0
     peak_nbytes: int = 0
     report: str = ""
     error: str = ""
@@ -57,11 +59,15 @@ UNITS = {
     "num_rounds": "rounds of which the medians are: of all its groups for layerzero, of its one group for the others",
     "params_nbytes": "bytes held between steps, on the rank that holds most",
     "optimizer_nbytes": "as params_nbytes",
+    "buffers_nbytes": "as params_nbytes: buffers of gradients and communication, DeepSpeed's not counted",
     "peak_nbytes": "bytes of resident memory in two steps of the largest number of micro-batches, above those before "
     "the model was built, on the rank that needs most",
     "rate": "of the link, in tc's units",
+    "warm_up": "steps of one micro-batch before the first round; of other numbers one, and two for the memory",
     "load_average": "processes, over one minute, before the first group",
 }
+
+MEMORY = ("params_nbytes", "optimizer_nbytes", "buffers_nbytes", "peak_nbytes")
 
 
 def summary(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
@@ -87,10 +93,7 @@ def summary(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
                 f"median_{what}": {m: statistics.median(v) for m, v in values.items() if v}
                 for what, values in (("seconds", seconds), ("ratio", ratios), ("sent_nbytes", sent))
             },
-            **{
-                what: max(getattr(measured, what) for measured in found)
-                for what in ("params_nbytes", "optimizer_nbytes", "peak_nbytes")
-            },
+            **{what: max(getattr(measured, what) for measured in found) for what in MEMORY},
             "errors": [measured.error for measured in found if measured.error],
         }
     return out
@@ -118,8 +121,8 @@ def table(groups: Sequence[Group], micro_batches: Sequence[int]) -> Table:
     for m in micro_batches:
         for head in (f"step, {m} mb\ns", "LayerZeRO's\nratio", "sent\nMB/step"):
             out.add_column(head, justify="right")
-    for head in ("parameters\nMB/rank", "optimizer\nMB/rank", f"peak, {most} mb\nMB/rank"):
-        out.add_column(head, justify="right")
+    for head in ("parameters", "optimizer", "buffers", f"peak, {most} mb"):
+        out.add_column(f"{head}\nMB/rank", justify="right")
 
     def cell(value: float | None, digits: int) -> str:
         return f"{value:.{digits}f}" if value else "-"
@@ -132,7 +135,7 @@ def table(groups: Sequence[Group], micro_batches: Sequence[int]) -> Table:
         for m in micro_batches:
             sent = s["median_sent_nbytes"].get(m, 0) / 1e6
             cells += [cell(s["median_seconds"].get(m), 3), cell(s["median_ratio"].get(m), 2), cell(sent, 1)]
-        cells += [cell(s[what] / 1e6, 1) for what in ("params_nbytes", "optimizer_nbytes", "peak_nbytes")]
+        cells += [cell(s[what] / 1e6, 1) for what in MEMORY]
         out.add_row(*cells)
     return out
 
@@ -144,7 +147,8 @@ def of_this_machine() -> dict[str, object]:
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "machine": platform.platform(), "cpu": model or platform.processor(), "num_processors": os.cpu_count(),
-        "load_average": os.getloadavg()[0], "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "warm_up": "steps of one micro-batch before the first round; of other numbers one, and two for the memory",
+    "load_average": os.getloadavg()[0], "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__, "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
     }  # fmt: skip

@@ -97,7 +97,7 @@ class StandIn:
         if self.dies_at == f"{do} {self.asked.count(do)}":
             raise JobError(f"{self.name}: rank 0 ended")
         seconds = 1.0 if self.name == "layerzero" else 2.0
-        return [{"seconds": seconds, "params": 4, "optimizer": 8, "peak": 16, "report": "exposed"}]
+        return [{"seconds": seconds, "params": 4, "optimizer": 8, "buffers": 2, "peak": 16, "report": "exposed"}]
 
     def close(self) -> None:
         self.closed = True
