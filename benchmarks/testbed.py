@@ -251,7 +251,7 @@ def main(
         try:
             output.write_text(json.dumps(as_json(groups, configuration), indent=1) + "\n")
         except OSError as error:  # what was measured is still worth a table
-            console.print(f"can't write {output}: {error.strerror}")
+            console.print(f"can't write {output}: {error}")
             return False
         return True
 
@@ -299,7 +299,7 @@ def _check_writable(path: Path) -> None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise typer.BadParameter(f"can't write {path}: {error.strerror}", param_hint="--output") from None
+        raise typer.BadParameter(f"can't write {path}: {error}", param_hint="--output") from None
 
 
 if __name__ == "__main__":
