@@ -13,7 +13,7 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.links import Nodes
 from benchmarks.workload import Workload
@@ -35,6 +35,19 @@ class Shape:
         return self.num_nodes * self.ranks_per_node
 
 
+@dataclass(frozen=True)
+class Task:
+    """What the ranks of every system do.
+
+    Attributes:
+        timeout: seconds that a request may take. Collectives get two thirds: a hang ends in the rank's own traceback.
+    """
+
+    shape: Shape
+    workload: Workload
+    timeout: float
+
+
 class JobError(RuntimeError):
     """A rank died or did not answer."""
 
@@ -42,9 +55,11 @@ class JobError(RuntimeError):
 class Job:
     """The ranks of one system, alive until closed and idle between requests."""
 
-    def __init__(self, name: str, python: str, nodes: Nodes, shape: Shape, workload: Workload, folder: Path) -> None:
+    def __init__(self, name: str, python: str, nodes: Nodes, task: Task, folder: Path) -> None:
         """Starts the launchers; `wait_until_built` before the first request. Logs and the socket go to ``folder``."""
         self.name = name
+        self._timeout = task.timeout
+        shape = task.shape
         self._log = folder / f"{name}.log"
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(folder / f"{name}.socket"))
@@ -65,33 +80,38 @@ class Job:
                     f"--nnodes={nodes.count}", f"--node-rank={node}",
                     f"--nproc-per-node={shape.world_size // nodes.count}",
                     f"--master-addr={nodes.address(0)}", f"--master-port={port}",
+                    f"--log-dir={folder / name}.torchrun",  # torchrun leaves its default, a folder in /tmp, behind
                     "-m", "benchmarks.rank", f"--socket={folder / name}.socket", f"--system={name}",
-                    f"--ranks-per-node={shape.ranks_per_node}",
-                    f"--workload={json.dumps(asdict(workload))}",
+                    f"--ranks-per-node={shape.ranks_per_node}", f"--timeout={task.timeout * 2 / 3}",
+                    f"--workload={json.dumps(asdict(task.workload))}",
                 ]  # fmt: skip
                 self._launchers.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
                 )
 
-    def wait_until_built(self, timeout: float = 180) -> None:
-        """Until every rank has built its system."""
-        deadline = time.monotonic() + timeout
+    def wait_until_built(self) -> None:
+        """Until every rank has built its system.
+
+        Raises:
+            JobError: if a rank died or took too long; the message has the end of its log.
+        """
+        deadline = time.monotonic() + self._timeout
         while len(self._connections) < self._world_size:
             if not select.select([self._server], [], [], 0.2)[0]:
                 self._check_alive(deadline)
                 continue
             connection = self._server.accept()[0]
+            connection.settimeout(self._timeout)
             lines = connection.makefile("rw")
-            hello = json.loads(lines.readline())
-            self._connections[hello["rank"]] = lines
-            connection.settimeout(timeout)
+            rank = self._reply("a starting rank", lines)["rank"]
+            self._connections[rank] = lines
         self._replies()
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         """Every rank's reply to the same request, by rank.
 
         Raises:
-            JobError: if a rank died; the message has the end of its log.
+            JobError: if a rank died or took too long; the message has the end of its log.
         """
         for lines in self._connections.values():
             try:
@@ -102,23 +122,27 @@ class Job:
         return self._replies()
 
     def _replies(self) -> list[dict[str, Any]]:
-        replies = []
-        for rank in range(self._world_size):
-            try:
-                line = self._connections[rank].readline()
-            except OSError as error:
-                self._fail(f"rank {rank}: {error}")
-            if not line:
-                self._fail(f"rank {rank} ended")
-            replies.append(json.loads(line))
-        return replies
+        return [self._reply(f"rank {rank}", self._connections[rank]) for rank in range(self._world_size)]
+
+    def _reply(self, who: str, lines: Any) -> dict[str, Any]:
+        try:
+            line = lines.readline()
+        except TimeoutError:
+            self._fail(f"{who} did not answer within {self._timeout:.0f} s")
+        except OSError as error:
+            self._fail(f"{who}: {error}")
+        if not line.endswith("\n"):
+            self._fail(f"{who} ended")
+        return json.loads(line)
 
     def _check_alive(self, deadline: float) -> None:
         ended = [p.poll() for p in self._launchers if p.poll() is not None]
         if ended or time.monotonic() > deadline:
-            self._fail(f"launcher ended with {ended[0]}" if ended else "the ranks did not start in time")
+            self._fail(
+                f"launcher ended with {ended[0]}" if ended else f"the ranks did not start within {self._timeout:.0f} s"
+            )
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str) -> NoReturn:
         time.sleep(1)  # for the traceback to reach the log
         raise JobError(f"{self.name}: {what}\n" + "\n".join(self._log.read_text().splitlines()[-25:]))
 

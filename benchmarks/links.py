@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from typing import Protocol
+
+from benchmarks.watchdog import Watchdog
 
 LINK = "link0"  # the interface's name inside either namespace
 
@@ -74,8 +77,7 @@ done 2>/dev/null
 class TwoNodes:
     """Two namespaces joined by a veth pair whose ends send at ``rate`` at most.
 
-    A watchdog process takes everything down when its standard input ends, which is what `close` does and what
-    happens when this process dies in whatever way.
+    They and what runs in them end with `close`, and when this process dies in whatever way.
     """
 
     count = 2
@@ -85,8 +87,7 @@ class TwoNodes:
         """``rate`` in tc's units, such as "1gbit"."""
         self._names = [f"layerzero-{os.getpid()}-{i}" for i in range(2)]
         a, b = self._names
-        undo = "cat >/dev/null; " + "".join(_UNDO.format(name=name) for name in self._names)
-        self._watchdog = subprocess.Popen(["sh", "-c", undo], stdin=subprocess.PIPE, start_new_session=True)
+        self._watchdog = Watchdog("".join(_UNDO.format(name=name) for name in self._names))
         try:
             for name in self._names:
                 _run("ip", "netns", "add", name)
@@ -117,9 +118,7 @@ class TwoNodes:
 
     def close(self) -> None:
         """Kill what runs in the namespaces and remove them."""
-        if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
-            self._watchdog.stdin.close()
-            self._watchdog.wait()
+        self._watchdog.close()
 
 
 def _run(*command: str) -> str:
@@ -130,8 +129,33 @@ def _run(*command: str) -> str:
 
 
 def why_not_two_nodes() -> str | None:
-    """What is missing to make two nodes on this machine; None when nothing is."""
+    """What is missing to make two nodes on this machine, found by making them; None when nothing is."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "needs root to make network namespaces"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"needs {' and '.join(missing)} (package iproute2)" if missing else None
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"needs {' and '.join(missing)} (package iproute2)"
+    try:
+        nodes = TwoNodes("1gbit")
+        try:
+            nodes.sent_nbytes()
+        finally:
+            nodes.close()
+    except RuntimeError as error:  # root without capabilities, as in a container; a kernel without veth or tbf
+        return f"needs more rights or kernel modules than there are: {error}"
+    return None
+
+
+def bits_per_second(rate: str) -> float:
+    """What tc makes of ``rate``, such as "1gbit" or "10mbps" (bytes).
+
+    Raises:
+        ValueError: if it isn't a rate in tc's units, or one that its token bucket can't hold a link to.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([kmgt]?)(i?)(bit|bps)", rate.strip().lower())
+    if match is None:
+        raise ValueError(f'expected a number and a unit (bit, kbit, mbit, gbit; bps for bytes), got "{rate}"')
+    number, prefix, binary, unit = match.groups()
+    bits = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ") * (8 if unit == "bps" else 1)
+    if not 1e3 <= bits <= 1e12:
+        raise ValueError(f'expected 1kbit to 1tbit, got "{rate}"')
+    return bits

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import testbed
 from tests.benchmarks import system_cases
 from tests.dist.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+def start(module: str, *arguments: str, scratch: str = "", **options: Any) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    if scratch:
+        env["TMPDIR"] = scratch
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **options)
 
@@ -66,18 +72,12 @@ def report_of(started: tuple[Path, dict[str, subprocess.Popen[str]]]) -> Callabl
     return report
 
 
-TINY = ["--rounds", "1", "--layers", "2", "--width", "64", "--sequence", "16", "--vocabulary", "64"]
-
-
-def can_make_nodes() -> bool:
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        return False
-    return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+TINY = ["--layers", "2", "--width", "64", "--sequence", "16", "--vocabulary", "64"]
 
 
 def run_testbed(tmp_path: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     output = tmp_path / "report.json"
-    done = run("testbed", *TINY, "--output", str(output), *arguments)
+    done = run("testbed", *TINY, "--rounds", "1", "--output", str(output), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads(output.read_text())
 
@@ -87,8 +87,9 @@ class TestTestbed:
     def test_one_node(self, tmp_path: Path) -> None:
         out, report = run_testbed(tmp_path, "--one-node", "--systems", "hsdp-sync-last", "--micro-batches", "1,2")
         assert "One node" in out and "hsdp-sync-last" in out
-        systems = report["systems"]
-        assert set(systems) == {"layerzero", "hsdp-sync-last"}
+        (systems,) = report["groups"]
+        assert set(systems) == set(report["systems"]) == {"layerzero", "hsdp-sync-last"}
+        assert report["systems"]["hsdp-sync-last"]["num_rounds"] == 1
         for system in systems.values():
             assert not system["error"]
             assert all(len(system["seconds"][m]) == 1 and system["seconds"][m][0] > 0 for m in ("1", "2"))
@@ -99,10 +100,10 @@ class TestTestbed:
         assert 3.8 * numel <= theirs < 4.6 * numel
         assert "exposed" in systems["layerzero"]["report"]
 
-    @pytest.mark.skipif(not can_make_nodes(), reason="needs root, ip and tc")
+    @pytest.mark.usefixtures("two_nodes")
     def test_two_nodes_send_what_the_formula_says_and_leave_nothing(self, tmp_path: Path) -> None:
         _, report = run_testbed(tmp_path, "--systems", "layerzero", "--micro-batches", "1,2", "--width", "256")
-        sent, formula = report["systems"]["layerzero"]["sent_nbytes"], report["configuration"]["formula_sent_nbytes"]
+        sent, formula = report["groups"][0]["layerzero"]["sent_nbytes"], report["configuration"]["formula_sent_nbytes"]
         assert formula == 2 * report["configuration"]["num_parameters"]
         for micro_batches in ("1", "2"):
             assert formula < sent[micro_batches][0] < 1.05 * formula  # headers weigh more in small messages
@@ -110,16 +111,45 @@ class TestTestbed:
         mine = [int(pid) for pid in re.findall(r"layerzero-(\d+)-", spaces)]
         assert not [pid for pid in mine if not Path(f"/proc/{pid}").exists()]
 
-    def test_unknown_system(self) -> None:
-        done = run("testbed", "--systems", "ddp-zero9")
-        assert done.returncode != 0 and "ddp-zero9" in done.stderr
+    def test_a_rank_that_dies_ends_its_system_alone(self, tmp_path: Path) -> None:
+        output = tmp_path / "report.json"
+        systems = ["--one-node", "--micro-batches", "1", "--systems", "hsdp-sync-last,compute"]
+        with tempfile.TemporaryDirectory() as scratch:  # pytest's own is too deep for a socket
+            process = start(
+                "testbed", *TINY, *systems, "--rounds", "25", "--output", str(output), scratch=scratch,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                while not output.exists():  # is written after every round
+                    assert process.poll() is None
+                    time.sleep(0.01)
+                os.kill(ranks_of("hsdp-sync-last", scratch)[0], signal.SIGKILL)
+                out, _ = process.communicate()
+            finally:
+                process.kill()
+            assert process.returncode == 1 and "hsdp-sync-last (failed)" in out
+            assert not list(Path(scratch).glob("layerzero-*")) and not list(Path(scratch).glob("torchelastic_*"))
+        systems = json.loads(output.read_text())["systems"]
+        assert systems["hsdp-sync-last"]["errors"] and systems["hsdp-sync-last"]["num_rounds"] < 25
+        assert systems["compute"]["num_rounds"] == 25 and not systems["compute"]["errors"]
+
+
+def ranks_of(system: str, scratch: str) -> list[int]:
+    """Process ids."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            command = path.read_bytes().decode(errors="replace").split("\0")
+            if {"benchmarks.rank", f"--system={system}"} <= set(command) and "torch.distributed.run" not in command:
+                found += [int(path.parent.name)] if f"--socket={scratch}/" in " ".join(command) else []
+    return found
 
 
 def test_every_system_trains(pool: Pool) -> None:
     """All but DeepSpeed's; together their ranks hold at least fp32 parameters and two fp32 states."""
     numel = sum(p.numel() for p in system_cases.WORK.model("meta").parameters())
     ranks = pool.run(system_cases.two_steps, 4)
-    assert {"layerzero", "fsdp2", "hsdp-sync-last", "ddp-zero1", "compute", "communication"} <= set(ranks[0])
+    assert set(ranks[0]) == {name for name in testbed.SYSTEMS if not name.startswith("deepspeed")}
     for name in set(ranks[0]) - {"compute", "communication"}:
         params, optimizer = (sum(held) for held in zip(*(rank[name] for rank in ranks), strict=True))
         assert params >= 4 * numel and optimizer >= 8 * numel, name

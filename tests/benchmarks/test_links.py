@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.links import OneNode, TwoNodes, why_not_two_nodes
-from tests.benchmarks.test_benchmarks import can_make_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_nodes = pytest.mark.skipif(not can_make_nodes(), reason="needs root, ip and tc")
 
 ENDING = """
 import os, signal, subprocess, sys
@@ -33,7 +33,7 @@ def namespaces(pid: int) -> list[str]:
     return [line for line in listed.splitlines() if line.startswith(f"layerzero-{pid}-")]
 
 
-@needs_nodes
+@pytest.mark.usefixtures("two_nodes")
 @pytest.mark.parametrize("how", ["kill", "interrupt"])
 def test_nothing_is_left(how: str) -> None:
     process = subprocess.Popen(
@@ -52,7 +52,7 @@ def test_nothing_is_left(how: str) -> None:
     assert not Path(f"/proc/{child}/exe").exists()
 
 
-@needs_nodes
+@pytest.mark.usefixtures("two_nodes")
 def test_the_link_counts_what_crosses_it() -> None:
     nodes = TwoNodes("1gbit")
     try:
@@ -73,3 +73,21 @@ def test_without_root_there_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in str(why_not_two_nodes())
     assert OneNode().sent_nbytes() is None and OneNode().command(0) == []
+
+
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+@pytest.mark.parametrize("capability", ["net_admin", "sys_admin"])
+def test_as_root_without_capabilities_there_is_one_node(capability: str) -> None:
+    """As in a container."""
+    code = "from benchmarks.links import why_not_two_nodes; print(why_not_two_nodes())"
+    done = subprocess.run(
+        ["setpriv", f"--bounding-set=-{capability}", sys.executable, "-c", code], cwd=ROOT, check=True,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "more rights" in done.stdout and "ermitted" in done.stdout
+    assert not [pid for pid in re.findall(r"layerzero-(\d+)-", str(os.listdir("/run/netns"))) if not alive(int(pid))]
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
