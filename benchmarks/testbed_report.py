@@ -54,7 +54,8 @@ Group = dict[str, Measured]
 
 UNITS = {
     "seconds": "seconds per optimizer step, on the slowest rank; by number of micro-batches, one entry per round",
-    "sent_nbytes": "bytes that node 0 sent per optimizer step, headers included; as seconds",
+    "sent_nbytes": "bytes that node 0 sent per optimizer step, without headers of the frames packets are cut into; "
+    "as seconds",
     "median_ratio": "LayerZeRO's seconds over the system's, of the same round of the same group; no unit",
     "num_rounds": "rounds of which the medians are: of all its groups for layerzero, of its one group for the others",
     "params_nbytes": "bytes held between steps, on the rank that holds most",
@@ -147,8 +148,7 @@ def of_this_machine() -> dict[str, object]:
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "machine": platform.platform(), "cpu": model or platform.processor(), "num_processors": os.cpu_count(),
-        "warm_up": "steps of one micro-batch before the first round; of other numbers one, and two for the memory",
-    "load_average": os.getloadavg()[0], "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": os.getloadavg()[0], "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__, "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
     }  # fmt: skip
