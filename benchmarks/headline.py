@@ -30,9 +30,10 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from benchmarks.headline_rank import SYSTEMS, TOKENS_PER_FRAME, Workload
-from benchmarks.links import Nodes, OneNode, TwoNodes, why_not_two_nodes
+from benchmarks.jobs import ROOT, free_port
+from benchmarks.links import Nodes, OneNode, TwoNodes, bits_per_second, why_not_two_nodes
+from benchmarks.watchdog import exit_on_signals
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 US, PEER = "cp+layerzero", "tp+zero1"
 NAMES = {US: "context parallel 4 + LayerZeRO", PEER: "tensor parallel 4 + ZeRO-1"}
@@ -48,12 +49,13 @@ def run_ranks(nodes: Nodes, job: dict[str, Any], timeout: float) -> dict[str, An
         }  # fmt: skip
         if job["measure"] != "time":  # large tensors get pages of their own, so that resident bytes are bytes in use
             environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
+        port = free_port()
         with log.open("w", encoding="utf-8") as file:
             launchers = [
                 subprocess.Popen(
                     [*nodes.command(node), sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes.count}"]
                     + [f"--node-rank={node}", f"--nproc-per-node={RANKS // nodes.count}"]
-                    + [f"--master-addr={nodes.address(0)}", "--master-port=29533"]
+                    + [f"--master-addr={nodes.address(0)}", f"--master-port={port}", f"--log-dir={folder}/torchrun"]
                     + ["-m", "benchmarks.headline_rank", json.dumps({**job, "result": str(result)})],
                     cwd=ROOT, env=environment, stdout=file, stderr=file,
                 )
@@ -216,6 +218,11 @@ def main(
         raise typer.BadParameter(f"lengths must be multiples of {TOKENS_PER_FRAME}")
     if nodes == 2 and (missing := why_not_two_nodes()):
         raise typer.BadParameter(f"two nodes: {missing}")
+    try:
+        bits_per_second(rate)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rate") from None
+    exit_on_signals()
     memory: dict[str, Any] = {}
     if memory_from is not None:
         earlier = json.loads(memory_from.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ class Job:
         self._world_size = shape.world_size
         self._connections: dict[int, Any] = {}
         self._launchers = []
-        port = _free_port()
+        port = free_port()
         env = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": nodes.interface, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
@@ -162,7 +162,7 @@ class Job:
             launcher.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port for a launcher's store: outside the range that ranks' own listeners and connections get theirs from."""
     while True:
         port = 20000 + next(_ports) % 10000

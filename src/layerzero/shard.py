@@ -109,7 +109,8 @@ def shard(
     plan = _plan_together(module, config, units, group, control)
     _warn_about(module, config, plan)
     places = _Places(group, control, _tensor_ranks(plan, group, control.device, traffic), traffic)
-    engine, by_module = _build(module, plan, config, places, stage)
+    with traffic.paused():  # rank 0's values go to all, once
+        engine, by_module = _build(module, plan, config, places, stage)
     _install(engine, by_module)
     if config.ckpt_load_path is not None:
         engine.resume_pending = load(config.ckpt_load_path, module).has_optimizer

@@ -277,6 +277,8 @@ def control_case(desync_check: bool) -> list[list[float]]:
     """Control messages of each step, [number, bytes], clipping on."""
     model = OddModel()
     lz.shard(model, units=[Block], sharding="layerzero", zero3_size=2, desync_check=desync_check)
+    at_first = lz.traffic_report(model).rows
+    assert 0 < sum(row.nbytes for row in at_first) < 1000, "checks of the structure; the initial values are not counted"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for step in range(5):

@@ -58,9 +58,18 @@ def batch(rank: int, step: int, micro: int) -> torch.Tensor:
     return torch.randn(8, 7, generator=generator).to(device())
 
 
+def arrive_late(out: torch.Tensor, host: torch.Tensor) -> None:
+    """Copy to the device after some milliseconds, without keeping the host: who doesn't wait for it reads what was."""
+    if out.device.type != "cuda":
+        out.copy_(host)
+        return
+    torch.cuda._sleep(10_000_000)
+    out.copy_(host.pin_memory(), non_blocking=True)
+
+
 @contextlib.contextmanager
 def host_collectives() -> Iterator[None]:
-    """Device tensors travel through host memory."""
+    """Device tensors travel through host memory, and arrive late."""
     gather, reduce, broadcast = (
         collectives._all_gather, dist.all_reduce, dist.broadcast,
     )  # fmt: skip
@@ -68,13 +77,13 @@ def host_collectives() -> Iterator[None]:
     def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
         host = torch.empty(out.shape, dtype=out.dtype)
         gather(host, shard.cpu(), group=group)
-        out.copy_(host)
+        arrive_late(out, host)
 
     def reduce_scatter(shard: torch.Tensor, wire: torch.Tensor, op: Any, group: Any) -> None:
         host = wire.float().cpu()
         reduce(host, group=group)
         mine = host.view(group.size(), -1)[group.rank()] / (group.size() if op == dist.ReduceOp.AVG else 1)
-        shard.copy_(mine)
+        arrive_late(shard, mine)
 
     def through_host(function: Any) -> Any:
         def call(tensor: torch.Tensor, **kwargs: Any) -> Any:
@@ -82,7 +91,7 @@ def host_collectives() -> Iterator[None]:
                 return function(tensor, **kwargs)
             host = tensor.cpu()
             function(host, **kwargs)
-            tensor.copy_(host)
+            arrive_late(tensor, host)
             return None
 
         return call
