@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from layerzero.mesh import end_gloo_groups
 from layerzero.profiling import LaneClock
 
 LaneKind = Literal["auto", "late", "random"]
@@ -127,12 +128,14 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = 
 
 
 @atexit.register
-def _end_threads() -> None:
-    """Let every lane finish before process groups are torn down; a lane that hangs is left behind."""
+def _end() -> None:
+    """Let every lane finish before process groups are torn down; a lane that hangs is left behind, with its groups."""
     for jobs in _threads.values():
         jobs.put(None)
     for thread in list(_threads):
         thread.join(timeout=10)
+    if not any(thread.is_alive() for thread in _threads):
+        end_gloo_groups()
 
 
 def _work(jobs: queue.SimpleQueue[Any], clock: LaneClock | None) -> None:

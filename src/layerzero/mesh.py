@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,7 +75,22 @@ class Mesh:
         # replicas need not construct their groups in step with each other.
         group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=default_timeout())
         assert isinstance(group, dist.ProcessGroup)
+        _made.add(group)
         return group
+
+
+_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def end_gloo_groups() -> None:
+    """End those made here that are still there, at the end of a program that did not end them itself.
+
+    Otherwise gloo's threads, when the interpreter is gone, often end the process by SIGABRT ("terminate called without
+    an active exception"), which makes a run that was through a failed one.
+    """
+    for group in list(_made):
+        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
 
 
 def default_timeout() -> timedelta | None:

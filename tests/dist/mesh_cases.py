@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import layerzero as lz
+from layerzero import lanes
 from layerzero.module import engine_of
 from tests.dist.parity import rank_and_size
 
@@ -78,3 +79,16 @@ def two_sizes_refused() -> None:
     mesh = lz.ParallelMesh(dp=2, cp=2, zero3_size=2)
     with pytest.raises(lz.ConfigError, match="4 in the configuration and 2 in the mesh"):
         lz.shard(nn.Linear(2, 2), mesh=mesh, zero3_size=4)
+
+
+def end_of_program() -> list[int]:
+    """Process groups before `lz.shard`, after a step, and at the end of a program that does not end them."""
+    groups = dist.distributed_c10d._world.pg_map
+    found = [len(groups)]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    lz.shard(model, units=[model[0]], sharding="layerzero", zero3_size=2)
+    model(torch.ones(1, 3)).sum().backward()
+    found.append(len(groups))
+    lanes._end()
+    dist.barrier()  # the user's group is as it was
+    return [*found, len(groups)]

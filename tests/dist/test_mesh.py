@@ -49,3 +49,8 @@ def test_shards_over_dp_and_cp(pool: Pool) -> None:
     assert pool.run(cases.shards_over_dp_and_cp, 4, **kwargs) == [{"axes": [2, 2], "zero3_size": 2}] * 4
     kwargs = {"options": {"cp": 4, "tp": 2, "zero3_size": 1}, "patch_local_world_size": 4}
     assert pool.run(cases.shards_over_dp_and_cp, 8, **kwargs) == [{"axes": [2, 2], "zero3_size": 1}] * 8
+
+
+def test_own_groups_end_with_the_program(pool: Pool) -> None:
+    for before, training, at_end in pool.run(cases.end_of_program, 4):
+        assert before == at_end < training
