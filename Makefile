@@ -2,7 +2,7 @@
 # make test   set up, then all checks and tests
 # make headline  set up, then long sequences: context parallel + LayerZeRO against tensor parallel + ZeRO-1
 # make check  set up, then formatting, lint, types and import order
-# make bench  compare with peers on two slow-linked nodes made of this machine (root; about forty minutes)
+# make bench  compare with peers on two slow-linked nodes made of this machine (root; twenty-five to forty minutes)
 # make setup  create .venv with the pinned versions; skipped while it is up to date
 #
 # Needs python3 (3.11 or newer), make and git. PYTHON=... chooses another interpreter.
