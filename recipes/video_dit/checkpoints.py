@@ -49,7 +49,7 @@ class Checkpoints:
         changed = [key for key in now if started_with.get(key) != now[key]]
         if changed:
             raise SystemExit(
-                f"{self.folder.parent} holds an unfinished run (step {step}) with other settings: "
+                f"{self.folder.parent} holds a run at step {step} with other settings: "
                 f"{', '.join(changed)}. Use these again, choose another --output, or start anew with --fresh."
             )
         before = loaded.extra.get("clips_per_step", self.clips_per_step)

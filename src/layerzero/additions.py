@@ -11,13 +11,13 @@ from layerzero.errors import ShardingError
 
 
 class Additions:
-    """The modules and parameters of ``root`` as they were when this was made, by their number."""
+    """The modules of ``root``, and how many parameters each has, as they were when this was made."""
 
     def __init__(self, root: nn.Module, ignored: Iterable[nn.Module]) -> None:
         """What is below ``ignored`` modules may change."""
         self._root = weakref.ref(root)
         self._ignored = weakref.WeakSet(ignored)
-        self._num = _num_parts(root)
+        self._known = _modules_of(root)
 
     def refuse(self, sharded: Iterable[nn.Parameter]) -> None:
         """Compare with the model at rest, whose managed parameters are ``sharded``; most times at the cost of a walk.
@@ -26,17 +26,28 @@ class Additions:
             ShardingError: names what was added.
         """
         root = self._root()
-        if root is None or (num := _num_parts(root)) == self._num:
+        if root is None or self._is_known(root):
             return
         known = {id(p) for p in sharded} | {id(p) for m in self._ignored for p in m.parameters()}
         added = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in known]
         if added:
             raise ShardingError(
                 f"trainable parameters that were added after lz.shard: {', '.join(added[:4])} ({len(added)} in all). "
-                f"Their gradients would never be reduced, so ranks would drift apart. Add them before lz.shard."
+                f"Their gradients would never be reduced, so ranks would drift apart. Add or replace modules before "
+                f"lz.shard."
             )
-        self._num = num
+        self._known = _modules_of(root)
+
+    def _is_known(self, root: nn.Module) -> bool:
+        number = 0
+        for number, module in enumerate(root.modules(), start=1):
+            if number > len(self._known):
+                return False
+            known, num_params = self._known[number - 1]
+            if known() is not module or len(module._parameters) != num_params:
+                return False
+        return number == len(self._known)
 
 
-def _num_parts(root: nn.Module) -> int:
-    return sum(1 + len(module._parameters) for module in root.modules())
+def _modules_of(root: nn.Module) -> list[tuple[weakref.ref[nn.Module], int]]:
+    return [(weakref.ref(module), len(module._parameters)) for module in root.modules()]

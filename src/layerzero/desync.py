@@ -43,8 +43,8 @@ class DesyncCheck:
                 raise DesyncError(
                     f"ranks of one ZeRO-3 group run different units (axis {comm.axis} of the group, "
                     f"ranks {comm.global_ranks()}): {places}. A unit is gathered by all ranks of its group "
-                    f"together, so none may skip its forward: call it on every rank, with dummy input "
-                    f"multiplied by zero where there is nothing to do, or make it no unit."
+                    f"together, so none may skip its forward, not in an evaluation either: call it on every rank, with "
+                    f"dummy input multiplied by zero where there is nothing to do, or make it no unit."
                 )
 
     def backward_ended(self) -> None:

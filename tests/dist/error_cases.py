@@ -86,14 +86,20 @@ def late_parameters(strategy: str, lane: str) -> None:
     added: list[tuple[str, Any]] = [
         (r"after lz\.shard: layers\.0\.scale \(1 in all\).*before lz\.shard", (net.layers[0], "scale", nn.Parameter(torch.ones(3)))),
         (r"after lz\.shard: head\.weight, head\.bias \(2 in all\)", (net, "head", nn.Linear(3, 3))),
+        (r"after lz\.shard: out\.weight, out\.bias \(2 in all\)", (net, "out", nn.Linear(7, 3))),
+        (r"after lz\.shard: layers\.1\..*in all\)", (net.layers, "1", Layer(7, 11))),
     ]
     for pattern, (owner, name, value) in added:
+        before = getattr(owner, name, None)
         setattr(owner, name, value)
         with pytest.raises(lz.ShardingError, match=pattern):
             loss_of(net, dist.get_rank(), 2)
         with torch.no_grad():
             loss_of(net, dist.get_rank(), 2)
-        delattr(owner, name)
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
     loss_of(net, dist.get_rank(), 3).backward()
 
 
