@@ -39,14 +39,11 @@ class Additions:
         self._known = _modules_of(root)
 
     def _is_known(self, root: nn.Module) -> bool:
-        number = 0
-        for number, module in enumerate(root.modules(), start=1):
-            if number > len(self._known):
-                return False
-            known, num_params = self._known[number - 1]
-            if known() is not module or len(module._parameters) != num_params:
-                return False
-        return number == len(self._known)
+        modules = list(root.modules())
+        return len(modules) == len(self._known) and all(
+            known() is module and len(module._parameters) == num_params
+            for module, (known, num_params) in zip(modules, self._known, strict=True)
+        )
 
 
 def _modules_of(root: nn.Module) -> list[tuple[weakref.ref[nn.Module], int]]:
